@@ -1,0 +1,113 @@
+"""What the doors (HTTP, CLI) see of the engine: one call, its result, and a snapshot."""
+
+import enum
+from collections.abc import Sequence
+from typing import Protocol
+
+import attrs
+
+from ..domain.statistics import LengthStats
+from ..domain.types import Embedding, Heads
+
+
+@attrs.frozen
+class JobReport:
+    """Figures of one finished request, for its log line.
+
+    Stage times are in milliseconds; `inference_ms` is the sum over chunks, `queue_wait_ms` the
+    wait of the chunk that started last.
+    """
+
+    chunks: int
+    max_chunk_tokens: int
+    lengths: LengthStats
+    tokenize_ms: float
+    queue_wait_ms: float
+    inference_ms: float
+
+
+@attrs.frozen(eq=False)
+class JobResult:
+    """Embeddings in the order of the texts."""
+
+    embeddings: Sequence[Embedding]
+    report: JobReport
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens the model read, special tokens included."""
+        return sum(embedding.token_count for embedding in self.embeddings)
+
+    @property
+    def truncated_indices(self) -> tuple[int, ...]:
+        """Places of the texts that were cut to the model's limit."""
+        return tuple(i for i, embedding in enumerate(self.embeddings) if embedding.truncated)
+
+
+@attrs.frozen
+class ModelInfo:
+    """The served model as clients see it; `notice` is a sentence for a model that is a stand-in."""
+
+    model_id: str
+    heads: Heads
+    dimensions: int
+    max_tokens: int
+    notice: str | None = None
+
+
+class ProbeStatus(enum.Enum):
+    """State of the start-up measurement of workspace."""
+
+    DISABLED = "disabled"
+    RUNNING = "running"
+    COMPLETE = "complete"
+    FAILED = "failed"
+    CACHE_HIT = "cache_hit"
+
+
+@attrs.frozen
+class Tuning:
+    """Where the workspace budget comes from; None means not measured."""
+
+    a_bytes_per_token: float
+    b_bytes_per_token_sq: float
+    max_workspace_bytes: int
+    probe_status: ProbeStatus
+    memory_source: str | None = None
+    available_bytes: int | None = None
+    model_rss_bytes_per_worker: int | None = None
+
+
+@attrs.frozen
+class ServiceStatus:
+    """A snapshot that never waits for the engine.
+
+    `model` and `tuning` are None while the model is loading.
+    """
+
+    ready: bool
+    live_workers: int
+    loaded_workers: int
+    total_workers: int
+    model: ModelInfo | None = None
+    tuning: Tuning | None = None
+
+
+class EmbeddingService(Protocol):
+    """The engine as the doors use it."""
+
+    async def embed(self, texts: Sequence[str], heads: Heads) -> JobResult:
+        """Embed texts that passed `validate_texts`.
+
+        Cancelling the call removes its work that has not started.
+
+        Raises:
+            UnavailableError: not ready, or no worker is alive.
+            InvalidInputError: the model lacks one of `heads`.
+            InferenceError: the engine failed.
+        """
+        ...
+
+    def status(self) -> ServiceStatus:
+        """The present state, at once."""
+        ...

@@ -1,0 +1,102 @@
+"""Every error this project raises on purpose, in one tree.
+
+    BgeM3Error
+    ├── ConfigError                   configuration that cannot be obeyed (exit code 2)
+    ├── ModelError                    the model cannot be obtained or used: the start stops
+    │   ├── CacheDirectoryError       the cache directory cannot be created or written
+    │   ├── DownloadError             the hub did not deliver a file
+    │   ├── CorruptFileError          a model file is truncated or its hash differs
+    │   ├── UnsafeWeightsError        a weights file holds something other than plain tensors
+    │   ├── ContractError             the graph fits no known layout
+    │   ├── ProviderError             an execution provider that was asked for is not there
+    │   └── SelfTestError             the loaded model does not return what it must
+    ├── InvalidInputError             the caller's input breaks a stated rule
+    │   └── HeadUnavailableError      the loaded model has no such head
+    ├── UnavailableError              the server cannot take work at the moment
+    │   ├── NotReadyError             models are still loading, or the server is stopping
+    │   └── NoWorkersError            no worker is alive
+    └── InferenceError                the engine failed on work that was valid
+        └── NonFiniteOutputError      a text's output holds NaN or infinity
+
+Messages name the value, the limit and the way out. A door translates the class into its own wire
+shape; only `InvalidInputError` and `UnavailableError` messages are meant for callers.
+"""
+
+
+class BgeM3Error(Exception):
+    """Root of the tree."""
+
+
+class ConfigError(BgeM3Error):
+    """Configuration that cannot be obeyed; the message lists every problem found."""
+
+
+class ModelError(BgeM3Error):
+    """The model cannot be obtained or used."""
+
+
+class CacheDirectoryError(ModelError):
+    """The model cache directory cannot be created or written."""
+
+
+class DownloadError(ModelError):
+    """The hub did not deliver a file."""
+
+
+class CorruptFileError(ModelError):
+    """A model file is truncated or its hash differs from the pinned one."""
+
+
+class UnsafeWeightsError(ModelError):
+    """A weights file holds something other than plain tensors."""
+
+
+class ContractError(ModelError):
+    """The graph fits no known layout, or contradicts the files beside it."""
+
+
+class ProviderError(ModelError):
+    """An execution provider that was asked for is not available."""
+
+
+class SelfTestError(ModelError):
+    """The loaded model does not return what it must."""
+
+
+class InvalidInputError(BgeM3Error):
+    """The caller's input breaks a stated rule.
+
+    `param` names the offending request field, e.g. ``input`` or ``input[3]``.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class HeadUnavailableError(InvalidInputError):
+    """The loaded model has no such head."""
+
+
+class UnavailableError(BgeM3Error):
+    """The server cannot take work at the moment; trying again later is right."""
+
+
+class NotReadyError(UnavailableError):
+    """Models are still loading, or the server is stopping."""
+
+
+class NoWorkersError(UnavailableError):
+    """No worker is alive."""
+
+
+class InferenceError(BgeM3Error):
+    """The engine failed on work that was valid."""
+
+
+class NonFiniteOutputError(InferenceError):
+    """A text's output holds NaN or infinity: `index` is its place in the request, once known."""
+
+    def __init__(self, message: str, *, index: int | None = None) -> None:
+        super().__init__(message)
+        self.index = index
