@@ -82,6 +82,7 @@ class Tuning:
 class ServiceStatus:
     """A snapshot that never waits for the engine.
 
+    `waiting_chunks`: chunks that no worker has taken yet.
     `model` and `tuning` are None while the model is loading.
     """
 
@@ -89,6 +90,7 @@ class ServiceStatus:
     live_workers: int
     loaded_workers: int
     total_workers: int
+    waiting_chunks: int = 0
     model: ModelInfo | None = None
     tuning: Tuning | None = None
 

@@ -1,0 +1,46 @@
+PYTHON ?= python3
+VENV ?= .venv
+CACHE ?= .cache
+REFERENCE_VENV ?= .venv-reference
+BIND ?= 127.0.0.1:8081
+
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: run test lint format clean
+
+run: $(VENV)/run.stamp
+	BGE_M3_MODEL=preview BGE_M3_CACHE_DIR=$(CACHE) BGE_M3_BIND=$(BIND) $(VENV)/bin/bge-m3-server serve
+
+test: $(VENV)/test.stamp
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/lint.stamp
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+format: $(VENV)/lint.stamp
+	$(VENV)/bin/ruff format
+	$(VENV)/bin/ruff check --fix
+
+clean:
+	rm -rf $(VENV) $(REFERENCE_VENV) $(CACHE) build *.egg-info
+
+# Dependency groups need pip 25.1.
+$(VENV)/bin/pip:
+	$(PYTHON) -c 'import sys; sys.exit("bge-m3-server needs Python 3.11 or newer; run: make PYTHON=python3.12 ...") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+
+$(VENV)/run.stamp: pyproject.toml | $(VENV)/bin/pip
+	$(VENV)/bin/pip install --quiet --editable '.[preview]'
+	@touch $@
+
+$(VENV)/test.stamp: pyproject.toml | $(VENV)/bin/pip
+	$(VENV)/bin/pip install --quiet --editable '.[preview,otlp]' --group test
+	@touch $@
+
+$(VENV)/lint.stamp: pyproject.toml | $(VENV)/bin/pip
+	$(VENV)/bin/pip install --quiet --editable . --group lint
+	@touch $@

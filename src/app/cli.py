@@ -1,0 +1,113 @@
+"""The `bge-m3-server` command."""
+
+import argparse
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+from .. import __version__
+from ..domain.errors import ConfigError, ModelError
+from .config import Config, ModelVariant, load_config
+from .container import Container
+from .server import serve
+
+EXIT_FAILURE = 1
+EXIT_BAD_CONFIGURATION = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns the process's exit code."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        config = load_config(os.environ, sys.platform)
+        code: int = parsed.run(config, parsed)
+    except ConfigError as error:
+        print(f"bge-m3-server: {error}", file=sys.stderr)
+        return EXIT_BAD_CONFIGURATION
+    except ModelError as error:
+        print(f"bge-m3-server: {error}", file=sys.stderr)
+        return EXIT_FAILURE
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bge-m3-server",
+        description="BGE-M3 dense and sparse embeddings over HTTP.",
+        epilog="Configuration comes from BGE_M3_* environment variables; see the README.",
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("serve", help="answer HTTP requests")
+    command.set_defaults(run=_serve)
+
+    command = commands.add_parser("fetch", help="download a model and verify it")
+    command.add_argument(
+        "--variant",
+        choices=[variant.value for variant in ModelVariant],
+        help="default: BGE_M3_MODEL",
+    )
+    command.add_argument(
+        "--dir",
+        type=Path,
+        dest="directory",
+        help="put the files there, for BGE_M3_MODEL_DIR; default: the cache, BGE_M3_CACHE_DIR",
+    )
+    command.set_defaults(run=_fetch)
+
+    command = commands.add_parser("healthcheck", help="exit 0 if a local server is healthy")
+    command.add_argument("--url", help="default: /health at the port of BGE_M3_BIND")
+    command.add_argument("--timeout-seconds", type=float, default=3.0)
+    command.set_defaults(run=_healthcheck)
+
+    command = commands.add_parser("openapi", help="print the OpenAPI document")
+    command.set_defaults(run=_openapi)
+    return parser
+
+
+def _serve(config: Config, _: argparse.Namespace) -> int:
+    return serve(config, Container.of(config))
+
+
+def _fetch(config: Config, parsed: argparse.Namespace) -> int:
+    container = Container.of(config)
+    container.configure_logging()
+    variant = ModelVariant(parsed.variant) if parsed.variant else config.model
+    files = container.fetch_model()(variant, parsed.directory)
+    print(f"{files.model_id} ({variant.value}) is complete and verified: {files.graph_path.parent}")
+    if parsed.directory:
+        print(f"serve it with: BGE_M3_MODEL_DIR={parsed.directory} bge-m3-server serve")
+    return 0
+
+
+def _healthcheck(config: Config, parsed: argparse.Namespace) -> int:
+    url = parsed.url or f"http://{_local_host(config.host)}:{config.port}/health"
+    # A proxy from the environment must not stand between a server and its own health check.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=parsed.timeout_seconds) as response:
+            print(response.read().decode())
+            return 0
+    except urllib.error.HTTPError as error:
+        print(error.read().decode(errors="replace"), file=sys.stderr)
+    except (OSError, ValueError) as error:
+        print(f"{url}: {error}", file=sys.stderr)
+    return EXIT_FAILURE
+
+
+def _local_host(host: str) -> str:
+    if host in {"0.0.0.0", ""}:  # noqa: S104  compared, not bound
+        return "127.0.0.1"
+    if host == "::":
+        return "[::1]"
+    return f"[{host}]" if ":" in host else host
+
+
+def _openapi(config: Config, _: argparse.Namespace) -> int:
+    print(json.dumps(Container.of(config).application().openapi_schema.to_schema(), indent=2))
+    return 0

@@ -1,0 +1,246 @@
+"""Environment variables → one frozen `Config`; every message about a bad value is made here."""
+
+import difflib
+import enum
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import attrs
+
+from ..domain.errors import ConfigError
+from .environment import EnvironmentReader
+from .log_filter import parse_log_filter
+
+MAX_SEQ_LENGTH_LIMIT = 8192
+"""BGE-M3 reads 8192 tokens: 8194 positions, two of which XLM-RoBERTa reserves."""
+
+DEFAULT_WARMUP_SHAPES = tuple(
+    (batch, tokens) for batch in (1, 2, 4, 8, 16, 32) for tokens in (128, 512, 2048, 8192)
+)
+
+WITHOUT_EFFECT_YET = {
+    "BGE_M3_IDLE_TIMEOUT_SECS": "models stay loaded",
+    "BGE_M3_HEARTBEAT_SECS": "there is no heartbeat",
+    "BGE_M3_GPU_VRAM_BUDGET_BYTES": "the workspace ceiling is 2 GiB",
+    "BGE_M3_TRT_WARMUP_SHAPES": "engines are built on first use",
+    "BGE_M3_WARMUP_ONLY": "the server starts as usual",
+    "BGE_M3_DISABLE_AUTO_BUDGET": "nothing is probed",
+    "BGE_M3_DISABLE_PROBE_CACHE": "nothing is probed",
+    "BGE_M3_AVAILABLE_MEMORY_BYTES": "the workspace ceiling is 2 GiB",
+    "BGE_M3_MEMORY_SAFETY_FACTOR": "the workspace ceiling is 2 GiB",
+    "BGE_M3_TOKEN_BUDGET": "the workspace ceiling is 2 GiB",
+    "BGE_M3_COST_MODEL_A": "conservative coefficients are used",
+    "BGE_M3_COST_MODEL_B": "conservative coefficients are used",
+    "BGE_M3_ONNX_BATCH_SIZE": "it is deprecated, and chunks follow the workspace ceiling",
+}
+"""Variables that are checked but do nothing in this version, and what happens instead."""
+
+
+class ModelVariant(enum.Enum):
+    """What `BGE_M3_MODEL` may name."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    INT8 = "int8"
+    PREVIEW = "preview"
+
+
+class ExecutionProvider(enum.Enum):
+    """What `BGE_M3_EP` may name."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+    TENSORRT = "tensorrt"
+    COREML = "coreml"
+
+    @property
+    def is_gpu(self) -> bool:
+        """Runs on NVIDIA devices, one worker each."""
+        return self in {ExecutionProvider.CUDA, ExecutionProvider.TENSORRT}
+
+
+class LogFormat(enum.Enum):
+    """What `BGE_M3_LOG_FORMAT` may name; AUTO is text on a terminal and JSON elsewhere."""
+
+    AUTO = "auto"
+    JSON = "json"
+    TEXT = "text"
+
+
+@attrs.frozen(kw_only=True)
+class Config:
+    """Everything an operator can set. See README for what each variable does."""
+
+    cache_dir: Path
+    model: ModelVariant
+    model_dir: Path | None
+    execution_provider: ExecutionProvider
+    host: str
+    port: int
+    workers: int
+    intra_threads: int
+    max_batch: int
+    max_seq_length: int
+    max_body_bytes: int
+    idle_timeout_seconds: int
+    heartbeat_seconds: int
+    gpu_count: int | None
+    gpu_vram_budget_bytes: int | None
+    gpu_mem_limit_bytes: int | None
+    trt_max_workspace_bytes: int | None
+    trt_warmup_shapes: tuple[tuple[int, int], ...]
+    warmup_only: bool
+    coreml_strategy: str
+    disable_auto_budget: bool
+    disable_probe_cache: bool
+    available_memory_bytes: int | None
+    memory_safety_factor: float
+    token_budget: int | None
+    cost_model_a: float | None
+    cost_model_b: float | None
+    log_format: LogFormat
+    log_levels: Mapping[str, str]
+    notices: tuple[str, ...]
+
+
+def load_config(environment: Mapping[str, str], platform: str) -> Config:
+    """Read and check every variable.
+
+    Args:
+        environment: usually `os.environ`.
+        platform: usually `sys.platform`; macOS defaults to CoreML.
+
+    Raises:
+        ConfigError: one message with all values that cannot be obeyed.
+    """
+    read = EnvironmentReader(environment)
+    provider = read.choice(
+        "BGE_M3_EP",
+        ExecutionProvider.COREML if platform == "darwin" else ExecutionProvider.CPU,
+        {provider.value: provider for provider in ExecutionProvider},
+    )
+    host, port = read.parsed("BGE_M3_BIND", ("0.0.0.0", 8081), _parse_bind)  # noqa: S104  a server
+    config = Config(
+        cache_dir=Path(read.text("BGE_M3_CACHE_DIR", "/cache")),
+        model=read.choice(
+            "BGE_M3_MODEL",
+            ModelVariant.FP16 if provider.is_gpu else ModelVariant.FP32,
+            {variant.value: variant for variant in ModelVariant},
+        ),
+        model_dir=read.parsed("BGE_M3_MODEL_DIR", None, _parse_directory),
+        execution_provider=provider,
+        host=host,
+        port=port,
+        workers=read.count("BGE_M3_WORKERS", 2),
+        intra_threads=read.count("BGE_M3_INTRA_THREADS", 1),
+        max_batch=read.count("BGE_M3_MAX_BATCH", 256),
+        max_seq_length=_max_seq_length(read),
+        max_body_bytes=read.integer("BGE_M3_MAX_BODY_BYTES", 32 * 1024**2, minimum=1),
+        idle_timeout_seconds=read.integer("BGE_M3_IDLE_TIMEOUT_SECS", 300),
+        heartbeat_seconds=read.integer("BGE_M3_HEARTBEAT_SECS", 60),
+        gpu_count=read.count("BGE_M3_GPU_COUNT", None),
+        gpu_vram_budget_bytes=read.integer("BGE_M3_GPU_VRAM_BUDGET_BYTES", None, minimum=1),
+        gpu_mem_limit_bytes=read.integer("BGE_M3_GPU_MEM_LIMIT_BYTES", None, minimum=1),
+        trt_max_workspace_bytes=read.integer("BGE_M3_TRT_MAX_WORKSPACE_BYTES", None, minimum=1),
+        trt_warmup_shapes=_warmup_shapes(read),
+        warmup_only=read.flag("BGE_M3_WARMUP_ONLY"),
+        coreml_strategy=read.choice(
+            "BGE_M3_COREML_STRATEGY",
+            "FastPrediction",
+            {"default": "Default", "fast": "FastPrediction"},
+        ),
+        disable_auto_budget=read.flag("BGE_M3_DISABLE_AUTO_BUDGET"),
+        disable_probe_cache=read.flag("BGE_M3_DISABLE_PROBE_CACHE"),
+        available_memory_bytes=read.integer("BGE_M3_AVAILABLE_MEMORY_BYTES", None, minimum=1),
+        memory_safety_factor=_memory_safety_factor(read),
+        token_budget=read.integer("BGE_M3_TOKEN_BUDGET", None, minimum=1),
+        cost_model_a=read.number("BGE_M3_COST_MODEL_A", None),
+        cost_model_b=read.number("BGE_M3_COST_MODEL_B", None),
+        log_format=read.choice(
+            "BGE_M3_LOG_FORMAT",
+            LogFormat.AUTO,
+            {"json": LogFormat.JSON, "text": LogFormat.TEXT, "pretty": LogFormat.TEXT},
+        ),
+        log_levels=read.parsed("RUST_LOG", {"": "INFO"}, parse_log_filter),
+        notices=(),
+    )
+    read.integer("BGE_M3_ONNX_BATCH_SIZE", None, minimum=1)
+    if read.problems:
+        raise ConfigError("invalid configuration:\n  " + "\n  ".join(read.problems))
+    return attrs.evolve(
+        config,
+        notices=(
+            *read.notices,
+            *_without_effect(environment),
+            *_unknown(environment, read.asked),
+        ),
+    )
+
+
+def _parse_bind(raw: str) -> tuple[str, int]:
+    host, separator, port = raw.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not separator or not host or not port.isascii() or not port.isdigit():
+        raise ValueError("expected host:port, e.g. 0.0.0.0:8081 or [::1]:8081")
+    if int(port) > 65535:  # noqa: PLR2004  the largest TCP port
+        raise ValueError("expected a port between 0 and 65535")
+    return host, int(port)
+
+
+def _parse_directory(raw: str) -> Path:
+    path = Path(raw)
+    if not path.is_dir():
+        raise ValueError("expected an existing directory, e.g. one made by `bge-m3-server fetch`")
+    return path
+
+
+def _max_seq_length(read: EnvironmentReader) -> int:
+    name = "BGE_M3_MAX_SEQ_LENGTH"
+    requested = read.integer(name, MAX_SEQ_LENGTH_LIMIT)
+    if 1 <= requested <= MAX_SEQ_LENGTH_LIMIT:
+        return requested
+    read.notices.append(
+        f"{name} out of range [1, {MAX_SEQ_LENGTH_LIMIT}]; clamping {requested} "
+        f"to {MAX_SEQ_LENGTH_LIMIT}"
+    )
+    return MAX_SEQ_LENGTH_LIMIT
+
+
+def _memory_safety_factor(read: EnvironmentReader) -> float:
+    name = "BGE_M3_MEMORY_SAFETY_FACTOR"
+    requested = read.number(name, 0.7)
+    factor = min(max(requested, 0.1), 1.0)
+    if factor != requested:
+        read.notices.append(f"{name} out of range [0.1, 1.0]; clamping {requested} to {factor}")
+    return factor
+
+
+def _warmup_shapes(read: EnvironmentReader) -> tuple[tuple[int, int], ...]:
+    """``BxL`` tokens, comma-separated; bad ones are skipped with a notice."""
+    name = "BGE_M3_TRT_WARMUP_SHAPES"
+    shapes = []
+    for token in filter(None, map(str.strip, read.text(name, "").split(","))):
+        batch, _, tokens = token.partition("x")
+        if batch.isascii() and batch.isdigit() and tokens.isascii() and tokens.isdigit():
+            shapes.append((int(batch), int(tokens)))
+        else:
+            read.notices.append(f"{name}: skipping {token!r}, expected BxL such as 4x512")
+    return tuple(shapes) or DEFAULT_WARMUP_SHAPES
+
+
+def _without_effect(environment: Mapping[str, str]) -> list[str]:
+    return [
+        f"{name} is set but has no effect yet in this version: {instead}"
+        for name, instead in WITHOUT_EFFECT_YET.items()
+        if environment.get(name)
+    ]
+
+
+def _unknown(environment: Mapping[str, str], known: Collection[str]) -> list[str]:
+    notices = []
+    for name in sorted(environment):
+        if name.startswith("BGE_M3_") and name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            notices.append(f"{name} is not a variable of this server and is ignored{hint}")
+    return notices

@@ -1,0 +1,101 @@
+"""Reading typed values out of environment variables, collecting every problem on the way."""
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+Default = TypeVar("Default")
+Value = TypeVar("Value")
+
+_TRUE = frozenset({"1", "true", "yes"})
+_FALSE = frozenset({"0", "false", "no"})
+
+
+class EnvironmentReader:
+    """Typed access to a mapping of variables.
+
+    An unset or empty variable gives the default. A value that cannot be obeyed is noted in
+    `problems`, a value that is bent into its range in `notices`; neither raises, so that one start
+    reports all of them together.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+        self._asked: set[str] = set()
+        self.problems: list[str] = []
+        self.notices: list[str] = []
+
+    @property
+    def asked(self) -> frozenset[str]:
+        """Names of all variables that were read so far."""
+        return frozenset(self._asked)
+
+    def text(self, name: str, default: str) -> str:
+        """Any text."""
+        return self.parsed(name, default, str)
+
+    def parsed(self, name: str, default: Default, parse: Callable[[str], Value]) -> Default | Value:
+        """Whatever `parse` makes of it; its `ValueError` message says what is allowed."""
+        self._asked.add(name)
+        raw = self._environment.get(name)
+        if not raw:
+            return default
+        try:
+            return parse(raw)
+        except ValueError as error:
+            self.problems.append(f"{name}={raw!r}: {error}")
+            return default
+
+    def integer(self, name: str, default: Default, *, minimum: int = 0) -> int | Default:
+        """A whole number of at least `minimum`."""
+
+        def parse(raw: str) -> int:
+            if not raw.isascii() or not raw.removeprefix("+").isdigit():
+                raise ValueError(f"expected a whole number >= {minimum}")
+            if int(raw) < minimum:
+                raise ValueError(f"expected a whole number >= {minimum}")
+            return int(raw)
+
+        return self.parsed(name, default, parse)
+
+    def count(self, name: str, default: Default) -> int | Default:
+        """A whole number; 0 is bent to 1."""
+        value = self.integer(name, default)
+        if value == 0:
+            self.notices.append(f"{name}=0 is below the minimum; using 1")
+            return 1
+        return value
+
+    def number(self, name: str, default: Default, *, minimum: float = 0.0) -> float | Default:
+        """A finite number of at least `minimum`."""
+
+        def parse(raw: str) -> float:
+            allowed = f"expected a finite number >= {minimum:g}"
+            try:
+                value = float(raw)
+            except ValueError:
+                raise ValueError(allowed) from None
+            if not minimum <= value < float("inf"):
+                raise ValueError(allowed)
+            return value
+
+        return self.parsed(name, default, parse)
+
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        """1, true, yes or 0, false, no."""
+
+        def parse(raw: str) -> bool:
+            if raw not in _TRUE | _FALSE:
+                raise ValueError("expected one of 1, true, yes, 0, false, no")
+            return raw in _TRUE
+
+        return self.parsed(name, default, parse)
+
+    def choice(self, name: str, default: Value, choices: Mapping[str, Value]) -> Value:
+        """One of the names in `choices`."""
+
+        def parse(raw: str) -> Value:
+            if raw not in choices:
+                raise ValueError(f"expected one of {', '.join(choices)}")
+            return choices[raw]
+
+        return self.parsed(name, default, parse)

@@ -1,0 +1,55 @@
+"""An `Engine` over the domain's fakes."""
+
+import threading
+import time
+
+import attrs
+from bge_m3_server.app.engine import Engine, LoadedModel
+from bge_m3_server.app.service import ModelInfo, ProbeStatus, Tuning
+from bge_m3_server.domain import CostModel, NoTelemetry
+from bge_m3_server.domain.testing import FakeBackend, FakeTokenizer
+
+
+def loaded_model(*backends, cost_model=None):
+    """What a loader returns for `backends`, with a budget that packs about four short texts."""
+    cost_model = cost_model or CostModel(1.0, 0.0, 20)
+    return LoadedModel(
+        info=ModelInfo(
+            model_id="fake",
+            heads=backends[0].contract.heads,
+            dimensions=backends[0].hidden_size,
+            max_tokens=8192,
+        ),
+        tokenizer=FakeTokenizer(),
+        backends=backends,
+        cost_model=cost_model,
+        tuning=Tuning(1.0, 0.0, cost_model.max_workspace_bytes, ProbeStatus.DISABLED),
+    )
+
+
+def engine_over(*backends, workers=2, telemetry=None, cost_model=None):
+    """An engine that is loaded and ready."""
+    engine = Engine(
+        lambda: loaded_model(*backends, cost_model=cost_model),
+        workers,
+        telemetry or NoTelemetry(),
+        time.monotonic,
+    )
+    engine.load()
+    return engine
+
+
+@attrs.define(eq=False)
+class GatedBackend(FakeBackend):
+    """A fake whose runs wait at a gate; `waiting` counts who has arrived."""
+
+    gate: threading.Event = attrs.field(factory=threading.Event)
+    waiting: threading.Semaphore = attrs.field(factory=lambda: threading.Semaphore(0))
+    guarded: bool = False
+
+    def run(self, batch, outputs):
+        """Wait for the gate, then behave as usual."""
+        if self.guarded:
+            self.waiting.release()
+            assert self.gate.wait(timeout=30)
+        return FakeBackend.run(self, batch, outputs)

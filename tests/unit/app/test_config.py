@@ -1,0 +1,172 @@
+"""Environment variables become one checked Config."""
+
+import re
+
+import pytest
+from bge_m3_server.app.config import (
+    DEFAULT_WARMUP_SHAPES,
+    WITHOUT_EFFECT_YET,
+    ExecutionProvider,
+    LogFormat,
+    ModelVariant,
+    load_config,
+)
+from bge_m3_server.domain.errors import ConfigError
+
+
+def config(**environment):
+    return load_config(environment, "linux")
+
+
+def test_nothing_set_gives_the_documented_defaults():
+    """An empty environment is a complete configuration."""
+    loaded = config()
+
+    assert str(loaded.cache_dir) == "/cache"
+    assert (loaded.host, loaded.port) == ("0.0.0.0", 8081)
+    assert (loaded.workers, loaded.intra_threads) == (2, 1)
+    assert (loaded.max_batch, loaded.max_seq_length) == (256, 8192)
+    assert loaded.max_body_bytes == 33_554_432
+    assert (loaded.idle_timeout_seconds, loaded.heartbeat_seconds) == (300, 60)
+    assert loaded.memory_safety_factor == 0.7
+    assert loaded.execution_provider is ExecutionProvider.CPU
+    assert loaded.model is ModelVariant.FP32
+    assert loaded.log_format is LogFormat.AUTO
+    assert loaded.trt_warmup_shapes == DEFAULT_WARMUP_SHAPES
+    assert len(DEFAULT_WARMUP_SHAPES) == 24
+    assert loaded.notices == ()
+
+
+@pytest.mark.parametrize(
+    ("provider", "variant"),
+    [("cuda", ModelVariant.FP16), ("tensorrt", ModelVariant.FP16), ("cpu", ModelVariant.FP32)],
+)
+def test_the_default_precision_follows_the_provider(provider, variant):
+    """fp16 is the GPU default and fp32 the CPU one, where fp16 is several times slower."""
+    assert config(BGE_M3_EP=provider).model is variant
+
+
+def test_macos_defaults_to_coreml():
+    """On macOS the execution provider is CoreML unless another is named."""
+    assert load_config({}, "darwin").execution_provider is ExecutionProvider.COREML
+    assert load_config({"BGE_M3_EP": "cpu"}, "darwin").execution_provider is ExecutionProvider.CPU
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "field", "expected"),
+    [
+        ("BGE_M3_WORKERS", "0", "workers", 1),
+        ("BGE_M3_INTRA_THREADS", "0", "intra_threads", 1),
+        ("BGE_M3_MAX_BATCH", "0", "max_batch", 1),
+        ("BGE_M3_GPU_COUNT", "0", "gpu_count", 1),
+        ("BGE_M3_MAX_SEQ_LENGTH", "99999", "max_seq_length", 8192),
+        ("BGE_M3_MAX_SEQ_LENGTH", "0", "max_seq_length", 8192),
+        ("BGE_M3_MEMORY_SAFETY_FACTOR", "0.0", "memory_safety_factor", 0.1),
+        ("BGE_M3_MEMORY_SAFETY_FACTOR", "2.0", "memory_safety_factor", 1.0),
+    ],
+)
+def test_a_promised_clamp_bends_the_value_and_says_so(name, value, field, expected):
+    """Values outside a range that promises a clamp are bent, with one notice."""
+    loaded = config(**{name: value})
+
+    assert getattr(loaded, field) == expected
+    assert any(notice.startswith(name) for notice in loaded.notices)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("BGE_M3_WORKERS", "two"),
+        ("BGE_M3_WORKERS", "-1"),
+        ("BGE_M3_WORKERS", " 2"),
+        ("BGE_M3_WORKERS", "2_0"),
+        ("BGE_M3_WORKERS", "٢"),
+        ("BGE_M3_MAX_SEQ_LENGTH", "8k"),
+        ("BGE_M3_MAX_BODY_BYTES", "0"),
+        ("BGE_M3_MEMORY_SAFETY_FACTOR", "nan"),
+        ("BGE_M3_MEMORY_SAFETY_FACTOR", "inf"),
+        ("BGE_M3_COST_MODEL_A", "-1"),
+        ("BGE_M3_EP", "CUDA"),
+        ("BGE_M3_MODEL", "fp8"),
+        ("BGE_M3_BIND", "8081"),
+        ("BGE_M3_BIND", "0.0.0.0:99999"),
+        ("BGE_M3_BIND", ":8081"),
+        ("BGE_M3_WARMUP_ONLY", "on"),
+        ("BGE_M3_LOG_FORMAT", "xml"),
+        ("BGE_M3_MODEL_DIR", "/no/such/directory"),
+        ("BGE_M3_ONNX_BATCH_SIZE", "many"),
+        ("RUST_LOG", "loud"),
+    ],
+)
+def test_an_invalid_value_is_refused_by_name(name, value):
+    """The message names the variable, the value and what is allowed."""
+    with pytest.raises(ConfigError, match=re.escape(f"{name}={value!r}: ")):
+        config(**{name: value})
+
+
+def test_all_problems_come_in_one_message():
+    """One start reports everything that is wrong."""
+    with pytest.raises(ConfigError) as caught:
+        config(BGE_M3_WORKERS="x", BGE_M3_EP="y", BGE_M3_BIND="z")
+
+    assert str(caught.value).count("BGE_M3_") == 3
+
+
+def test_an_empty_value_counts_as_unset():
+    """Compose files and templates leave empty variables behind."""
+    assert config(BGE_M3_WORKERS="", BGE_M3_CACHE_DIR="", BGE_M3_EP="") == config()
+
+
+def test_ipv6_addresses_can_be_bound():
+    """The host may be an IPv6 address in brackets."""
+    loaded = config(BGE_M3_BIND="[::1]:9000")
+
+    assert (loaded.host, loaded.port) == ("::1", 9000)
+
+
+@pytest.mark.parametrize(
+    ("value", "shapes"),
+    [
+        ("1x128,1x512", ((1, 128), (1, 512))),
+        ("1x128,bad,1x512", ((1, 128), (1, 512))),
+        ("4x256,1x8192", ((4, 256), (1, 8192))),
+        ("bad,also_bad,nope", DEFAULT_WARMUP_SHAPES),
+        (" ", DEFAULT_WARMUP_SHAPES),
+    ],
+)
+def test_warm_up_shapes_skip_what_they_cannot_read(value, shapes):
+    """Bad tokens are skipped with a notice; nothing left means the default grid."""
+    loaded = config(BGE_M3_TRT_WARMUP_SHAPES=value)
+
+    assert loaded.trt_warmup_shapes == shapes
+    for token in value.split(","):
+        if "bad" in token or token == "nope":
+            assert any(repr(token) in notice for notice in loaded.notices)
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT_YET)
+def test_a_variable_without_effect_says_so_once(name):
+    """Setting a variable that does nothing yet gives one notice, with what happens instead."""
+    loaded = config(**{name: "1x128" if name.endswith("SHAPES") else "1"})
+
+    assert [notice for notice in loaded.notices if notice.startswith(name)] == [
+        f"{name} is set but has no effect yet in this version: {WITHOUT_EFFECT_YET[name]}"
+    ]
+
+
+def test_a_misspelt_variable_is_pointed_out():
+    """An unknown BGE_M3_ variable is named together with the closest known one."""
+    (notice,) = config(BGE_M3_WORKER="4").notices
+
+    assert notice == (
+        "BGE_M3_WORKER is not a variable of this server and is ignored; "
+        "did you mean BGE_M3_WORKERS?"
+    )
+
+
+def test_log_directives_set_levels_by_logger():
+    """A bare level is the default; logger=level narrows it."""
+    assert config(RUST_LOG="warn,bge_m3_server=debug").log_levels == {
+        "": "WARNING",
+        "bge_m3_server": "DEBUG",
+    }
