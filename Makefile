@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .PHONY: run test lint format clean
 
 run: $(VENV)/run.stamp
-	BGE_M3_MODEL=preview BGE_M3_CACHE_DIR=$(CACHE) BGE_M3_BIND=$(BIND) $(VENV)/bin/bge-m3-server serve
+	BGE_M3_MODEL=preview BGE_M3_CACHE_DIR=$(CACHE) BGE_M3_BIND=$(BIND) BGE_M3_LOG_FORMAT=text $(VENV)/bin/bge-m3-server serve
 
 test: $(VENV)/test.stamp
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)

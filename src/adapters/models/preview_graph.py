@@ -135,11 +135,17 @@ class _GraphBuilder:
         self._initializers: dict[str, TensorProto] = {}
 
     def op(
-        self, operator: str, *inputs: str, output: str | None = None, **attributes: object
+        self,
+        operator: str,
+        *inputs: str,
+        output: str | None = None,
+        **attributes: float | list[int],
     ) -> str:
         """Append a node; returns the name of its output."""
         name = output or f"{operator}_{len(self._nodes)}"
-        self._nodes.append(helper.make_node(operator, inputs, [name], name, **attributes))
+        node = helper.make_node(operator, inputs, [name], name)
+        node.attribute.extend(helper.make_attribute(*pair) for pair in attributes.items())
+        self._nodes.append(node)
         return name
 
     def shape(self, *sizes: int) -> str:

@@ -61,6 +61,7 @@ def _nmt_nfkc_charsmap() -> bytes:
         normalization_rule_name="nmt_nfkc",
         minloglevel=_SILENT,
     )
-    model = sentencepiece_model_pb2.ModelProto.FromString(trained.getvalue())
-    charsmap: bytes = model.normalizer_spec.precompiled_charsmap
+    # protobuf makes the class at import time, out of mypy's sight
+    message = sentencepiece_model_pb2.ModelProto  # type: ignore[attr-defined]
+    charsmap: bytes = message.FromString(trained.getvalue()).normalizer_spec.precompiled_charsmap
     return charsmap

@@ -13,12 +13,8 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 from litestar import Request
 from litestar.connection import ASGIConnection
-from litestar.exceptions import (
-    ClientException,
-    HTTPException,
-    InternalServerException,
-    RequestEntityTooLarge,
-)
+from litestar.exceptions import ClientException, HTTPException, InternalServerException
+from litestar.exceptions.http_exceptions import RequestEntityTooLarge
 from litestar.handlers import BaseRouteHandler
 
 from ...domain.errors import InvalidInputError
@@ -103,17 +99,16 @@ def _refuse_token_ids(body: object) -> None:
 
 
 def _is_token_ids(value: object) -> bool:
-    if isinstance(value, list):
-        return bool(value) and all(_is_token_ids(item) for item in value)
-    return isinstance(value, int) and not isinstance(value, bool)
+    ids = value if isinstance(value, list) else [value]
+    return bool(ids) and all(type(item) is int for item in ids)  # a bool is no id
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    members = dict(pairs)
-    if len(members) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {repeated!r} is repeated")
+    members: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in members:
+            raise ValueError(f"the key {name!r} is repeated")
+        members[name] = value
     return members
 
 

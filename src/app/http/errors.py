@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 import attrs
@@ -27,7 +28,7 @@ class Failure:
     message: str
     param: str | None = None
     code: str | None = None
-    headers: Mapping[str, str] | None = None
+    headers: Mapping[str, str] = attrs.field(factory=dict)
 
 
 def failure_of(error: Exception, method: str, path: str) -> Failure:
@@ -41,25 +42,21 @@ def failure_of(error: Exception, method: str, path: str) -> Failure:
             place = "a text" if error.index is None else f"input[{error.index}]"
             message = f"the model returned a non-finite embedding for {place}"
             return Failure(500, "numerical_error", message)
-        case HTTPException(status_code=404, detail="Not Found"):
-            return _refused(error, f"unknown path: {method} {path}")
-        case HTTPException(status_code=405):
-            allowed = (error.headers or {}).get("allow", "")
-            return _refused(error, f"{method} is not allowed on {path}; allowed: {allowed}")
         case HTTPException() if error.status_code < 500:  # noqa: PLR2004  the 5xx class begins here
-            return _refused(error, error.detail)
+            return _refused_by_framework(error, method, path)
         case _:
             return Failure(500, "internal_error", "internal server error")
 
 
 def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[ErrorResponse]:
     """Litestar's exception handler for every exception; details of a 500 go to the log only."""
-    failure = failure_of(error, request.method, request.url.path)
+    path = request.scope["path"]
+    failure = failure_of(error, request.method, path)
     if failure.status >= 500 and not isinstance(error, UnavailableError):  # noqa: PLR2004
         logger.error(
             "Internal error",
             exc_info=error,
-            extra={"fields": {"request_id": request_id(request.scope), "path": request.url.path}},
+            extra={"fields": {"request_id": request_id(request.scope), "path": path}},
         )
     detail = ErrorDetail(
         failure.message, failure.type, failure.param, failure.code or failure.status
@@ -68,11 +65,17 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
         ErrorResponse(detail),
         status_code=failure.status,
         media_type=MediaType.JSON,
-        headers=dict(failure.headers or {}),
+        headers=dict(failure.headers),
     )
 
 
-def _refused(error: HTTPException, message: str) -> Failure:
+def _refused_by_framework(error: HTTPException, method: str, path: str) -> Failure:
+    message = error.detail
+    headers = error.headers or {}
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        message = f"{method} is not allowed on {path}; allowed: {headers.get('allow')}"
+    elif message == HTTPStatus.NOT_FOUND.phrase:  # no route said more
+        message = f"unknown path: {method} {path}"
     extra = error.extra if isinstance(error.extra, dict) else {}
     return Failure(
         error.status_code,
@@ -80,5 +83,5 @@ def _refused(error: HTTPException, message: str) -> Failure:
         message,
         param=extra.get("param"),
         code=extra.get("code"),
-        headers=error.headers,
+        headers=headers,
     )

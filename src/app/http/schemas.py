@@ -1,6 +1,6 @@
 """Wire shapes of the HTTP door, as msgspec reads them and OpenAPI shows them."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -20,13 +20,9 @@ class SparseEmbeddingsRequest(msgspec.Struct, kw_only=True, frozen=True):
     ] = None
 
 
-class EmbeddingsRequest(msgspec.Struct, kw_only=True, frozen=True):
-    """Texts to embed, as OpenAI clients send them. Unknown fields are ignored; `null` is absent."""
+class EmbeddingsRequest(SparseEmbeddingsRequest, kw_only=True, frozen=True):
+    """Texts to embed, as OpenAI clients send them."""
 
-    input: Texts
-    model: Annotated[
-        str | None, Meta(description="Any name; the one loaded model answers.", examples=["bge-m3"])
-    ] = None
     encoding_format: Annotated[
         str | None,
         Meta(
@@ -38,7 +34,7 @@ class EmbeddingsRequest(msgspec.Struct, kw_only=True, frozen=True):
         int | None,
         Meta(description="Keep the first so many components, scaled to length 1 again."),
     ] = None
-    user: Annotated[str | None, Meta(description="Accepted and ignored.")] = None
+    user: Annotated[Any, Meta(description="Accepted and ignored.")] = None
 
 
 class Usage(msgspec.Struct, frozen=True):

@@ -1,11 +1,11 @@
 """GPU information from the kernel driver and from NVML."""
+# ruff: noqa: N801, N802, N818  # the fake bears the names of pynvml
 
 import logging
 import sys
 from types import SimpleNamespace
 
 import pytest
-
 from bge_m3_server.adapters.gpu.nvml import NvmlGpuInfo, import_nvml
 from bge_m3_server.adapters.gpu.procfs import ProcfsGpuInfo
 from bge_m3_server.domain.types import GpuDevice
@@ -23,10 +23,10 @@ class FakeNvml:
     NVML_TEMPERATURE_GPU = 0
 
     class NVMLError(Exception):
-        pass
+        """Root of its errors."""
 
-    class NVMLError_NotSupported(NVMLError):  # noqa: N801  # its name in pynvml
-        pass
+    class NVMLError_NotSupported(NVMLError):
+        """The card has no such figure."""
 
     def __init__(self, *cards, init_error=None, count_error=None):
         self.cards = cards
@@ -34,19 +34,19 @@ class FakeNvml:
         self.count_error = count_error
         self.is_initialised = False
 
-    def nvmlInit(self):  # noqa: N802  # its name in pynvml
+    def nvmlInit(self):
         if self.init_error:
             raise self.init_error
         self.is_initialised = True
 
-    def nvmlDeviceGetCount(self):  # noqa: N802  # its name in pynvml
+    def nvmlDeviceGetCount(self):
         if not self.is_initialised:
             raise self.NVMLError("Uninitialized")
         if self.count_error:
             raise self.count_error
         return len(self.cards)
 
-    def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802  # its name in pynvml
+    def nvmlDeviceGetHandleByIndex(self, index):
         card = self.cards[index]
         if isinstance(card, Exception):
             raise card
@@ -57,17 +57,17 @@ class FakeNvml:
             raise card[key]
         return card[key]
 
-    def nvmlDeviceGetName(self, card):  # noqa: N802  # its name in pynvml
+    def nvmlDeviceGetName(self, card):
         return self._read(card, "name")
 
-    def nvmlDeviceGetMemoryInfo(self, card):  # noqa: N802  # its name in pynvml
+    def nvmlDeviceGetMemoryInfo(self, card):
         total, used = self._read(card, "memory")
         return SimpleNamespace(total=total, used=used, free=total - used)
 
-    def nvmlDeviceGetUtilizationRates(self, card):  # noqa: N802  # its name in pynvml
+    def nvmlDeviceGetUtilizationRates(self, card):
         return SimpleNamespace(gpu=self._read(card, "utilization"), memory=3)
 
-    def nvmlDeviceGetTemperature(self, card, sensor):  # noqa: N802  # its name in pynvml
+    def nvmlDeviceGetTemperature(self, card, sensor):
         assert sensor == self.NVML_TEMPERATURE_GPU
         return self._read(card, "temperature")
 

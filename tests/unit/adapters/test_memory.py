@@ -4,7 +4,6 @@ import mmap
 import subprocess
 
 import pytest
-
 from bge_m3_server.adapters.memory.cgroup import (
     CgroupV1Probe,
     CgroupV2Probe,
@@ -153,7 +152,7 @@ def test_version_1_only(tmp_path):
     plant(
         tmp_path,
         {
-            "proc/self/cgroup": "11:cpuset:/docker/ab\n5:memory,hugetlb:/docker/ab\n1:name=systemd:/",
+            "proc/self/cgroup": "11:cpuset:/docker/ab\n5:memory,hugetlb:/docker/ab",
             "sys/fs/cgroup/memory/docker/ab/memory.limit_in_bytes": 1 * GIB,
             "sys/fs/cgroup/memory/memory.limit_in_bytes": V1_NO_LIMIT,
         },

@@ -1,5 +1,6 @@
 """Environment variables become one checked Config."""
 
+import logging
 import re
 
 import pytest
@@ -30,7 +31,7 @@ def test_nothing_set_gives_the_documented_defaults():
     assert (loaded.idle_timeout_seconds, loaded.heartbeat_seconds) == (300, 60)
     assert loaded.memory_safety_factor == 0.7
     assert loaded.execution_provider is ExecutionProvider.CPU
-    assert loaded.model is ModelVariant.FP32
+    assert loaded.model is None
     assert loaded.log_format is LogFormat.AUTO
     assert loaded.trt_warmup_shapes == DEFAULT_WARMUP_SHAPES
     assert len(DEFAULT_WARMUP_SHAPES) == 24
@@ -43,7 +44,8 @@ def test_nothing_set_gives_the_documented_defaults():
 )
 def test_the_default_precision_follows_the_provider(provider, variant):
     """fp16 is the GPU default and fp32 the CPU one, where fp16 is several times slower."""
-    assert config(BGE_M3_EP=provider).model is variant
+    assert config(BGE_M3_EP=provider).hub_variant is variant
+    assert config(BGE_M3_EP=provider, BGE_M3_MODEL="int8").hub_variant is ModelVariant.INT8
 
 
 def test_macos_defaults_to_coreml():
@@ -167,6 +169,6 @@ def test_a_misspelt_variable_is_pointed_out():
 def test_log_directives_set_levels_by_logger():
     """A bare level is the default; logger=level narrows it."""
     assert config(RUST_LOG="warn,bge_m3_server=debug").log_levels == {
-        "": "WARNING",
-        "bge_m3_server": "DEBUG",
+        "": logging.WARNING,
+        "bge_m3_server": logging.DEBUG,
     }

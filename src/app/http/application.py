@@ -1,0 +1,69 @@
+"""The HTTP application: routes, limits and error shape, put together around one service."""
+
+import time
+
+import attrs
+from litestar import Litestar
+from litestar.di import Provide
+from litestar.enums import HttpMethod, ScopeType
+from litestar.types import Receive, Scope, Send
+
+from ...domain.ports import Clock, Telemetry
+from ..service import EmbeddingService
+from .docs import openapi_config
+from .embedding_door import EmbeddingDoor
+from .errors import answer_error
+from .health import health, live
+from .native import create_both_embeddings, create_sparse_embeddings
+from .openai import create_embeddings, get_model, list_models
+from .request_id import send_request_id
+
+
+@attrs.frozen
+class HttpLimits:
+    """What one request may ask for: texts, and bytes of its body."""
+
+    max_batch: int
+    max_body_bytes: int
+
+
+def create_app(
+    service: EmbeddingService,
+    limits: HttpLimits,
+    telemetry: Telemetry,
+    version: str,
+    clock: Clock,
+) -> Litestar:
+    """The ASGI application that answers for `service`; it starts and stops nothing itself."""
+    door = EmbeddingDoor(service, limits.max_batch, telemetry, clock)
+    served_since = int(time.time())
+    return _Application(
+        route_handlers=[
+            create_embeddings,
+            create_sparse_embeddings,
+            create_both_embeddings,
+            list_models,
+            get_model,
+            health,
+            live,
+        ],
+        dependencies={
+            "door": Provide(lambda: door, sync_to_thread=False),
+            "served_since": Provide(lambda: served_since, sync_to_thread=False),
+        },
+        exception_handlers={Exception: answer_error},
+        before_send=[send_request_id],
+        request_max_body_size=limits.max_body_bytes,
+        openapi_config=openapi_config(version),
+        logging_config=None,  # the process decides how it logs
+        debug=False,
+    )
+
+
+class _Application(Litestar):
+    """Answers HEAD with what GET would say; the HTTP server leaves the body out."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # type: ignore[override]
+        if scope["type"] == ScopeType.HTTP and scope["method"] == HttpMethod.HEAD:
+            scope = {**scope, "method": HttpMethod.GET}
+        await super().__call__(scope, receive, send)
