@@ -40,7 +40,7 @@ def main() -> None:
     for _ in range(REPEATS):
         seconds["embed"].append(_timed(lambda: asyncio.run(engine.embed(texts, Heads.DENSE))))
         for name in ("float", "base64"):
-            form = DenseForm(base64=name == "base64")
+            form = DenseForm(as_base64=name == "base64")
             seconds[name].append(_timed(lambda: dense_answer(answer, model, form)))  # noqa: B023
     engine.stop()
 

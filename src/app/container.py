@@ -139,7 +139,7 @@ def load_model(config: Config, gpus: GpuInfo, probes: Sequence[MemoryProbe]) -> 
             load_backend(files.graph_path, projections, settings, ort_providers, files.precision)
         )
     contract = backends[0].contract
-    max_tokens = _max_tokens(config, contract)
+    tokenizer = load_tokenizer(files.tokenizer_path, _max_tokens(config, contract))
     cost_model = CostModel.conservative(
         attention_heads=contract.attention_heads or BGE_M3_ATTENTION_HEADS
     )
@@ -149,10 +149,10 @@ def load_model(config: Config, gpus: GpuInfo, probes: Sequence[MemoryProbe]) -> 
             model_id=files.model_id,
             heads=contract.heads,
             dimensions=contract.hidden_size,
-            max_tokens=max_tokens,
+            max_tokens=tokenizer.max_tokens,
             notice=PREVIEW_NOTICE if files.model_id == PREVIEW_MODEL_ID else None,
         ),
-        tokenizer=load_tokenizer(files.tokenizer_path, max_tokens),
+        tokenizer=tokenizer,
         backends=tuple(backends),
         cost_model=cost_model,
         tuning=Tuning(

@@ -27,6 +27,14 @@ from .errors import (
 )
 from .pooling import l2_normalise, pool_colbert, pool_sparse, slice_dense, sparse_token_weights
 from .ports import Clock, GpuInfo, InferenceBackend, MemoryProbe, Telemetry, Tokenizer
+from .scoring import (
+    HeadWeights,
+    PairScores,
+    colbert_score,
+    dense_score,
+    lexical_score,
+    score_pair,
+)
 from .statistics import LengthStats
 from .types import (
     Chunk,
@@ -63,6 +71,7 @@ __all__ = [
     "GraphLayout",
     "HeadProjections",
     "HeadUnavailableError",
+    "HeadWeights",
     "Heads",
     "InferenceBackend",
     "InferenceError",
@@ -76,6 +85,7 @@ __all__ = [
     "NoWorkersError",
     "NonFiniteOutputError",
     "NotReadyError",
+    "PairScores",
     "Projection",
     "ProviderError",
     "SelfTestError",
@@ -87,12 +97,16 @@ __all__ = [
     "UnavailableError",
     "UnsafeWeightsError",
     "bin_pack",
+    "colbert_score",
+    "dense_score",
     "embed_chunk",
     "l2_normalise",
+    "lexical_score",
     "pool_colbert",
     "pool_sparse",
     "replace_lone_surrogates",
     "require_heads",
+    "score_pair",
     "slice_dense",
     "sparse_token_weights",
     "validate_texts",

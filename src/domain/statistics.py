@@ -26,6 +26,6 @@ class LengthStats:
             minimum=ordered[0],
             maximum=ordered[-1],
             mean=total // count,
-            p95=ordered[min(count * 95 // 100, count - 1)],
+            p95=ordered[count * 95 // 100],
             total=total,
         )

@@ -250,15 +250,11 @@ def _tensor(tensor: _Message) -> tuple[str, TensorInfo, ExternalData | None]:
     info = TensorInfo(tuple(dims), type_name)
     if location != _EXTERNAL:
         return name, info, None
-    try:
-        external = ExternalData(
-            location=references["location"],
-            offset_bytes=int(references.get("offset", "0")),
-            length_bytes=int(references.get("length", math.ceil(info.elements * width_bytes))),
-        )
-    except (KeyError, ValueError) as error:
-        raise _MalformedError(f"a bad reference to external data of {name!r}") from error
-    return name, info, external
+    offset = references.get("offset", "0")
+    length = references.get("length", str(math.ceil(info.elements * width_bytes)))
+    if not offset.isdecimal() or not length.isdecimal():
+        raise _MalformedError(f"a bad reference to external data of {name!r}: {references}")
+    return name, info, ExternalData(references.get("location", ""), int(offset), int(length))
 
 
 def _entry(message: _Message) -> tuple[str, str]:

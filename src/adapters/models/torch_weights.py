@@ -21,6 +21,9 @@ MAX_PICKLE_BYTES = 1 << 20
 MAX_STORAGE_BYTES = 256 << 20
 """Far above the 4 MiB of BGE-M3's larger head, far below what would hurt."""
 
+_ZIP_ERRORS = (zipfile.BadZipFile, RuntimeError, EOFError, ValueError, OSError, struct.error)
+"""What `zipfile` raises on damaged archives; RuntimeError for features that it lacks."""
+
 _LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
 """The magic number that torch wrote as a pickle of its own before it used zip files."""
 
@@ -43,7 +46,7 @@ def read_linear(path: Path) -> Projection:
                 for name, tensor in state.items()
                 if name in ("weight", "bias")
             }
-    except (zipfile.BadZipFile, EOFError, struct.error) as error:
+    except _ZIP_ERRORS as error:
         raise CorruptFileError(
             f"{path} is truncated or damaged ({error}): delete it and fetch it again"
         ) from error

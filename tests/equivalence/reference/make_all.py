@@ -47,7 +47,8 @@ def main() -> None:
         "--only", choices=[checkpoint.name for checkpoint in CHECKPOINTS], action="append"
     )
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(format="%(message)s")
+    logger.setLevel(logging.INFO)
     for checkpoint in CHECKPOINTS:
         if arguments.only is None or checkpoint.name in arguments.only:
             make(checkpoint, arguments.out / checkpoint.name, arguments.tokenizer)

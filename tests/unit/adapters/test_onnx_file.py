@@ -127,12 +127,11 @@ def test_a_file_cut_anywhere_is_truncated(tmp_path):
     path = write_tiny_model(tmp_path, hidden=4, positions=6, vocabulary=10)
     content = path.read_bytes()
 
-    for size in range(0, len(content), 7):
+    for size in range(0, len(content), 13):
         path.write_bytes(content[:size])
         with pytest.raises(CorruptFileError, match=r"model\.onnx"):
             inspect_graph(path)
-    inspect_graph_of = content[: len(content)]
-    path.write_bytes(inspect_graph_of)
+    path.write_bytes(content)
     assert inspect_graph(path).size_bytes == len(content)
 
 
@@ -159,7 +158,7 @@ def test_what_is_no_model_is_refused(tmp_path, content):
 def test_graphs_nested_without_end_are_refused(tmp_path):
     """Depth is bounded, so a hostile file cannot exhaust the stack."""
     node = if_node(external_tensor("x", length=8))
-    for _ in range(40):
+    for _ in range(20):
         branch = helper.make_graph([node], "branch", [], [])
         node = helper.make_node("If", ["condition"], ["out"], then_branch=branch)
     path = save(tmp_path, nodes=[node])

@@ -22,6 +22,11 @@ def test_p95_of_64_is_the_61st_shortest():
     assert stats == LengthStats(minimum=1, maximum=64, mean=32, p95=61, total=2080)
 
 
+def test_p95_of_100_is_the_96th_shortest():
+    """Only four texts of a hundred with different lengths are longer than p95."""
+    assert LengthStats.of(list(range(1, 101))).p95 == 96
+
+
 def test_mean_is_rounded_down():
     """1 and 2 tokens are 1 on average."""
     assert LengthStats.of([1, 2]).mean == 1
