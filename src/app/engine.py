@@ -33,16 +33,23 @@ from .service import JobReport, JobResult, ModelInfo, ServiceStatus, Tuning
 
 logger = logging.getLogger(__name__)
 
+NON_FINITE_LIMIT = 3
+"""So many texts in a row without one finite result mean that the model is broken, not the texts."""
+
 
 @attrs.frozen
 class LoadedModel:
-    """Everything the pool needs to serve: worker i uses backend i modulo their number."""
+    """Everything the pool needs to serve: worker i uses backend i modulo their number.
+
+    `is_verified_bge_m3`: the files are the published ones, so their golden numbers must come out.
+    """
 
     info: ModelInfo
     tokenizer: Tokenizer
     backends: tuple[InferenceBackend, ...]
     cost_model: CostModel
     tuning: Tuning
+    is_verified_bge_m3: bool = False
 
 
 @attrs.define(eq=False)
@@ -108,6 +115,7 @@ class Engine:
         self._live_workers = 0
         self._lock = threading.Lock()
         self._ready = False
+        self._non_finite_in_a_row = 0
 
     def load(self) -> None:
         """Load the model, test it, start the workers. Blocks; run it in a thread of its own.
@@ -117,7 +125,7 @@ class Engine:
         """
         model = self._load_model()
         for backend in model.backends:
-            self_test(model.tokenizer, backend, model.info.dimensions)
+            self_test(model.tokenizer, backend, is_bge_m3=model.is_verified_bge_m3)
         with self._lock:
             self._model = model
             self._live_workers = self._workers
@@ -142,9 +150,16 @@ class Engine:
             loaded_workers=live if model else 0,
             total_workers=self._workers,
             waiting_chunks=self._tasks.qsize(),
+            failure=self._failure(),
             model=model.info if model else None,
             tuning=model.tuning if model else None,
         )
+
+    def _failure(self) -> str | None:
+        count = self._non_finite_in_a_row
+        if count < NON_FINITE_LIMIT:
+            return None
+        return f"the model returned non-finite values for the last {count} texts"
 
     async def embed(self, texts: Sequence[str], heads: Heads) -> JobResult:
         """Embed texts that passed `validate_texts`; cancelling drops what has not started.
@@ -232,6 +247,7 @@ class Engine:
         except BaseException:
             job.fail(InferenceError("the worker died while it ran this request"))
             raise
+        self._watch(outcomes)
         results: dict[int, Embedding] = {}
         for index, outcome in zip(task.chunk.indices, outcomes, strict=True):
             if isinstance(outcome, NonFiniteOutputError):
@@ -239,6 +255,14 @@ class Engine:
                 return
             results[index] = outcome
         job.finish_chunk(results, started - task.queued_at, self._clock() - started)
+
+    def _watch(self, outcomes: Sequence[Embedding | NonFiniteOutputError]) -> None:
+        """Count texts without a finite result; any finite one shows that the model works."""
+        with self._lock:
+            if any(isinstance(outcome, Embedding) for outcome in outcomes):
+                self._non_finite_in_a_row = 0
+            else:
+                self._non_finite_in_a_row += len(outcomes)
 
     def _farewell(self) -> None:
         """Count a worker out; the last one fails whatever is still queued."""

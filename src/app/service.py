@@ -83,6 +83,7 @@ class ServiceStatus:
     """A snapshot that never waits for the engine.
 
     `waiting_chunks`: chunks that no worker has taken yet.
+    `failure`: why the answers cannot be trusted at present; None when all is well.
     `model` and `tuning` are None while the model is loading.
     """
 
@@ -91,6 +92,7 @@ class ServiceStatus:
     loaded_workers: int
     total_workers: int
     waiting_chunks: int = 0
+    failure: str | None = None
     model: ModelInfo | None = None
     tuning: Tuning | None = None
 

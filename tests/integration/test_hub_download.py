@@ -274,6 +274,35 @@ def test_damage_to_a_cached_file_is_found(fetch, hub, repositories, damage):
     assert "graph" in fetch(environment=offline())
 
 
+@pytest.mark.parametrize("name", [WEIGHTS, "tokenizer.json"])
+def test_damage_is_found_without_a_record(fetch, name):
+    """A cache that something else filled is checked against the hashes that name its blobs."""
+    snapshot = Path(fetch()["graph"]).parents[1]
+    (snapshot / "bge-m3-server.files.json").unlink()
+    content = (snapshot / name).read_bytes()
+    (snapshot / name).resolve().write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+    outcome = fetch(environment=offline())
+
+    assert outcome["error"] == "CorruptFileError"
+    assert f"{snapshot / name} is truncated or corrupt" in outcome["message"]
+
+
+def test_processes_that_start_together_share_one_download(fetch, hub, workers, tmp_path):
+    """Two servers over one cache fetch each file once."""
+    options = {"variant": "fp32", "cache_dir": str(tmp_path / "cache")}
+    pair = [
+        workers((("HF_ENDPOINT", hub.endpoint),)),
+        workers((("HF_ENDPOINT", hub.endpoint), ("HF_HUB_OFFLINE", "0"))),
+    ]
+    for worker in pair:
+        print(json.dumps(options), file=worker.stdin, flush=True)
+    outcomes = [json.loads(worker.stdout.readline()) for worker in pair]
+
+    assert all("graph" in outcome for outcome in outcomes), outcomes
+    assert len(hub.content_requests(WEIGHTS)) == 1
+
+
 def test_repair_finds_damage_that_kept_size_and_time(fetch, repositories):
     """An explicit fetch reads every byte, where a start trusts an unchanged size and time."""
     weights = Path(fetch()["graph"]).with_name("model.onnx_data").resolve()

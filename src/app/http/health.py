@@ -29,8 +29,8 @@ def live() -> LiveReport:
     "/health",
     summary="Readiness",
     description=(
-        "`loading` (503), `fail` (503: no worker is alive), `idle` (200: the next request loads "
-        "the model again), `warn` (200: some workers are gone) or `ok` (200)."
+        "`loading` (503), `fail` (503: no worker is alive, or `reason`), `idle` (200: the next "
+        "request loads the model again), `warn` (200: some workers are gone) or `ok` (200)."
     ),
     tags=["operations"],
     responses=NOT_READY,
@@ -51,6 +51,8 @@ def health_report(status: ServiceStatus) -> HealthReport:
     workers = WorkerCounts(status.live_workers, status.total_workers)
     if status.live_workers == 0:
         return HealthReport(status="fail", workers=workers)
+    if status.failure is not None:
+        return HealthReport(status="fail", workers=workers, reason=status.failure)
     if status.loaded_workers == 0:
         return HealthReport(status="idle", workers=workers)
     model = status.model

@@ -102,6 +102,7 @@ def _cards(door: EmbeddingDoor, created: int) -> list[ModelCard]:
     return [
         ModelCard(
             id=model.model_id,
+            type="preview" if model.notice else "bge-m3",
             created=created,
             dimensions=model.dimensions,
             max_tokens=model.max_tokens,

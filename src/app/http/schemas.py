@@ -169,6 +169,7 @@ class HealthReport(msgspec.Struct, frozen=True, kw_only=True):
 
     status: Literal["loading", "fail", "idle", "warn", "ok"]
     workers: WorkerCounts | UnsetType = UNSET
+    reason: str | UnsetType = UNSET
     max_seq_length: int | UnsetType = UNSET
     model: ModelHealth | UnsetType = UNSET
     tuning: TuningReport | UnsetType = UNSET

@@ -25,7 +25,7 @@ from tests.equivalence.reference.make_reference import write_reference
 logger = logging.getLogger("make_all")
 
 _HERE = Path(__file__).parent
-_SHARED = ("checkpoints.py", "numbers.py", "texts.py")
+_SHARED = ("checkpoints.py", "numbers.py", "texts.py", "../support/xlmr_onnx.py")
 _SOURCES = (*sorted(_HERE.glob("make_*.py")), *(_HERE.parent / name for name in _SHARED))
 _PACKAGES = (
     "FlagEmbedding",
@@ -64,7 +64,7 @@ def make(checkpoint: Checkpoint, directory: Path, tokenizer: Path) -> None:
     record.unlink(missing_ok=True)
     for step, work in (
         ("checkpoint", lambda: write_checkpoint(checkpoint, directory, tokenizer)),
-        ("exports", lambda: export(directory)),
+        ("exports", lambda: export(checkpoint, directory)),
         ("reference", lambda: write_reference(checkpoint, directory)),
     ):
         started = time.perf_counter()

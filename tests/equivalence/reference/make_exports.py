@@ -6,9 +6,11 @@
     output ``last_hidden_state``.
 ``<directory>-last-hidden-state/onnx/model.onnx`` (+ ``model.onnx_data``)
     fp32; output ``last_hidden_state``.
+
+torch traces the narrow checkpoints. The wide one is written node by node, from the same weights:
+tracing a gigabyte of weights takes minutes and ten times the memory.
 """
 
-import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +21,9 @@ from onnxruntime.quantization import QuantType, quantize_dynamic
 from onnxruntime.transformers.float16 import convert_float_to_float16
 from torch import Tensor, nn
 from transformers import XLMRobertaModel
+
+from tests.equivalence.checkpoints import WIDE, Checkpoint
+from tests.support.xlmr_onnx import write_xlmr
 
 OPSET = 17
 
@@ -45,28 +50,28 @@ class _SentenceAndTokens(_LastHiddenState):
         return nn.functional.normalize(states[:, 0], dim=-1), states
 
 
-def export(directory: Path) -> None:
+def export(checkpoint: Checkpoint, directory: Path) -> None:
     """Export the checkpoint in `directory`; the other fp32 layout goes into a directory beside."""
-    transformer = XLMRobertaModel.from_pretrained(directory, attn_implementation="eager").eval()
-    published = directory / "onnx"
-    _export(
-        _SentenceAndTokens(transformer),
-        published / "model.onnx",
-        ("sentence_embedding", "token_embeddings"),
-    )
     beside = directory.with_name(f"{directory.name}-last-hidden-state")
-    plain = beside / "onnx" / "model.onnx"
-    _export(_LastHiddenState(transformer), plain, ("last_hidden_state",))
+    published, plain = (folder / "onnx" / "model.onnx" for folder in (directory, beside))
+    if checkpoint is WIDE:
+        write_xlmr(checkpoint, published, "sentence_and_tokens")
+        write_xlmr(checkpoint, plain, "last_hidden_state")
+    else:
+        transformer = XLMRobertaModel.from_pretrained(directory, attn_implementation="eager").eval()
+        heads = ("sentence_embedding", "token_embeddings")
+        _trace(_SentenceAndTokens(transformer), published, heads)
+        _trace(_LastHiddenState(transformer), plain, ("last_hidden_state",))
     for name in ("tokenizer.json", "sparse_linear.pt", "colbert_linear.pt"):
         (beside / name).unlink(missing_ok=True)
-        os.link(directory / name, beside / name)
+        (beside / name).hardlink_to(directory / name)
 
     half = convert_float_to_float16(onnx.load(plain), keep_io_types=True)
-    onnx.save(half, published / "model_fp16.onnx")
-    quantize_dynamic(plain, published / "model_int8.onnx", weight_type=QuantType.QInt8)
+    onnx.save(half, published.with_name("model_fp16.onnx"))
+    quantize_dynamic(plain, published.with_name("model_int8.onnx"), weight_type=QuantType.QInt8)
 
 
-def _export(module: nn.Module, path: Path, outputs: Sequence[str]) -> None:
+def _trace(module: nn.Module, path: Path, outputs: Sequence[str]) -> None:
     """Trace `module` on a padded batch and write it with its weights in one external file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     ids = torch.tensor([[0, 70, 581, 2], [0, 70, 2, 1]])
