@@ -58,6 +58,11 @@ def local_model(directory: Path, variant: str | None = None) -> ModelFiles:
 
 
 def _graph(directory: Path, variant: str | None) -> tuple[str, Path]:
+    if variant is not None and variant not in GRAPH_NAMES:
+        raise ModelError(
+            f"no directory holds the variant {variant!r}: choose one of {', '.join(GRAPH_NAMES)}, "
+            "or none to take what is there"
+        )
     wanted = GRAPH_NAMES if variant is None else {variant: GRAPH_NAMES[variant]}
     for precision, name in wanted.items():
         for path in (directory / "onnx" / name, directory / name):

@@ -55,6 +55,8 @@ def test_the_variant_chooses_among_several_graphs(tmp_path):
     assert local_model(tmp_path, "fp16").graph_path.name == "model_fp16.onnx"
     with pytest.raises(ModelError, match=r"model_int8\.onnx.*it holds .*onnx/model\.onnx"):
         local_model(tmp_path, "int8")
+    with pytest.raises(ModelError, match="no directory holds the variant 'preview'"):
+        local_model(tmp_path, "preview")
 
 
 def test_head_weights_are_optional(tmp_path):
