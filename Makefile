@@ -12,7 +12,7 @@ run: $(VENV)/run.stamp
 	BGE_M3_MODEL=preview BGE_M3_CACHE_DIR=$(CACHE) BGE_M3_BIND=$(BIND) BGE_M3_LOG_FORMAT=text $(VENV)/bin/bge-m3-server serve
 
 test: $(VENV)/test.stamp
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest --cov --cov-report=term:skip-covered $(PYTEST_ARGS)
 
 lint: $(VENV)/lint.stamp
 	$(VENV)/bin/ruff format --check

@@ -39,6 +39,8 @@ from .service import ModelInfo, ProbeStatus, Tuning
 
 logger = logging.getLogger(__name__)
 
+BGE_M3_DIMENSIONS = 1024
+
 ORT_PROVIDERS: Mapping[ExecutionProvider, Callable[[SessionSettings], Sequence[Provider]]] = {
     ExecutionProvider.CPU: cpu_providers,
     ExecutionProvider.CUDA: cuda_providers,
@@ -163,6 +165,8 @@ def load_model(config: Config, gpus: GpuInfo, probes: Sequence[MemoryProbe]) -> 
             memory_source=memory.source if memory else None,
             available_bytes=memory.limit_bytes if memory else None,
         ),
+        # A model of another width can pass for BGE-M3 nowhere, so only this width is compared.
+        is_verified_bge_m3=files.is_published and contract.hidden_size == BGE_M3_DIMENSIONS,
     )
 
 

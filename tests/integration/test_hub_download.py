@@ -13,9 +13,9 @@ from pathlib import Path
 
 import onnxruntime
 import pytest
-from bge_m3_server.adapters.models.hub import VARIANTS
 from bge_m3_server.adapters.models.local import local_model
 from bge_m3_server.adapters.models.onnx_file import check_external_data
+from bge_m3_server.adapters.models.published import VARIANTS
 
 from tests.support.hub_stand_in import (
     BAAI,

@@ -4,6 +4,8 @@ import json
 import signal
 import socket
 import subprocess
+import sys
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -55,9 +57,7 @@ def test_base64_and_float_answers_hold_the_same_numbers(server):
     as_floats = sdk(server).embeddings.create(model="m", input=TEXTS, encoding_format="float")
 
     for left, right in zip(by_default.data, as_floats.data, strict=True):
-        np.testing.assert_array_equal(
-            np.float32(left.embedding), np.float32(right.embedding)
-        )
+        np.testing.assert_array_equal(np.float32(left.embedding), np.float32(right.embedding))
 
 
 def test_langchain_embeds_documents_and_queries(server):
@@ -236,7 +236,7 @@ def test_the_openapi_document_is_version_3_1(preview):
 def test_the_console_script_knows_its_version():
     """The installed command answers --version."""
     done = subprocess.run(
-        ["bge-m3-server", "--version"],
+        [Path(sys.executable).with_name("bge-m3-server"), "--version"],
         env=clean_environment(),
         capture_output=True,
         text=True,

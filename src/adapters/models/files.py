@@ -33,6 +33,7 @@ class ModelFiles:
     """Where a model lies, all of it checked as far as its source allows.
 
     `precision`: what the source calls it (``fp32``, ``fp16``, ``int8``); None: the graph tells.
+    `is_published`: all of it comes from the pinned revisions of the published repositories.
     """
 
     model_id: str
@@ -41,6 +42,7 @@ class ModelFiles:
     sparse_path: Path | None = None
     colbert_path: Path | None = None
     precision: str | None = None
+    is_published: bool = False
 
 
 @attrs.frozen

@@ -6,7 +6,7 @@ that library no longer continues a file after a restart, and takes a file as it 
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
@@ -26,44 +26,12 @@ from .files import (
     verify_file,
     write_record,
 )
-from .stores import HASH, CacheStore, DirectoryStore, Source, make_writable
+from .published import HEADS, VARIANTS, Source
+from .stores import HASH, CacheStore, DirectoryStore, make_writable
 
 logger = logging.getLogger(__name__)
 
 _REFUSED_STATUSES = {401, 403}
-
-
-@attrs.frozen
-class Variant:
-    """One published precision of BGE-M3: `graph` is the model file among those of `source`."""
-
-    precision: str
-    graph: str
-    source: Source
-
-
-_BAAI = ("BAAI/bge-m3", "5617a9f61b028005a4858fdac845db406aefb181")
-_XENOVA = ("Xenova/bge-m3", "4de13258303883538bd53b696b452bf8099f0858")
-
-HEADS = Source(*_BAAI, (SPARSE_HEAD, COLBERT_HEAD))
-"""The trained heads, which only BAAI's repository has; they fit every variant."""
-
-VARIANTS: Mapping[str, Variant] = {
-    "fp32": Variant(
-        "fp32",
-        "onnx/model.onnx",
-        Source(
-            *_BAAI,
-            ("onnx/model.onnx", "onnx/model.onnx_data", "onnx/Constant_7_attr__value", TOKENIZER),
-        ),
-    ),
-    "fp16": Variant(
-        "fp16", "onnx/model_fp16.onnx", Source(*_XENOVA, ("onnx/model_fp16.onnx", TOKENIZER))
-    ),
-    "int8": Variant(
-        "int8", "onnx/model_int8.onnx", Source(*_XENOVA, ("onnx/model_int8.onnx", TOKENIZER))
-    ),
-}
 
 
 def fetch_model(  # noqa: PLR0913 (what may be chosen, all but two with a default)
@@ -105,6 +73,7 @@ def fetch_model(  # noqa: PLR0913 (what may be chosen, all but two with a defaul
         sparse_path=heads_root / SPARSE_HEAD,
         colbert_path=heads_root / COLBERT_HEAD,
         precision=wanted.precision,
+        is_published=True,
     )
 
 

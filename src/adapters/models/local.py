@@ -10,12 +10,14 @@ from .files import (
     RECORD_NAME,
     SPARSE_HEAD,
     TOKENIZER,
+    FileRecord,
     ModelFiles,
     read_record,
     verify_file,
     write_record,
 )
 from .onnx_file import check_external_data
+from .published import PUBLISHED
 
 GRAPH_NAMES: Mapping[str, str] = {
     "fp32": "model.onnx",
@@ -44,7 +46,7 @@ def local_model(directory: Path, variant: str | None = None) -> ModelFiles:
         raise ModelError(
             f"{directory} has no {TOKENIZER}, which must lie there; {_found(directory)}"
         )
-    _verify_recorded(directory)
+    records = _verify_recorded(directory)
     check_external_data(graph_path)
     return ModelFiles(
         model_id=MODEL_ID,
@@ -54,6 +56,8 @@ def local_model(directory: Path, variant: str | None = None) -> ModelFiles:
         colbert_path=_optional(directory / COLBERT_HEAD),
         # A file called model.onnx may hold weights of any type: the graph tells.
         precision=None if precision == "fp32" else precision,
+        is_published=str(graph_path.relative_to(directory)) in records
+        and all(record.source in PUBLISHED for record in records.values()),
     )
 
 
@@ -72,7 +76,7 @@ def _graph(directory: Path, variant: str | None) -> tuple[str, Path]:
     raise ModelError(f"{directory} has no model: expected {expected}; {_found(directory)}")
 
 
-def _verify_recorded(directory: Path) -> None:
+def _verify_recorded(directory: Path) -> Mapping[str, FileRecord]:
     old = read_record(directory)
     for name in old:
         if not (directory / name).is_file():
@@ -83,6 +87,7 @@ def _verify_recorded(directory: Path) -> None:
     new = {name: verify_file(directory / name, known) for name, known in old.items()}
     if new != old:
         write_record(directory, new)
+    return new
 
 
 def _optional(path: Path) -> Path | None:

@@ -13,26 +13,10 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but
 
 from ...domain.errors import CacheDirectoryError
 from .download import RemoteFile
+from .published import Source
 
 HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 """git's blob sha1, or a sha256."""
-
-
-@attrs.frozen
-class Source:
-    """Files of one repository at one revision."""
-
-    repository: str
-    revision: str
-    names: tuple[str, ...]
-
-    @property
-    def cache_folder(self) -> str:
-        """Name of the repository's folder in a hub cache."""
-        return f"models--{self.repository.replace('/', '--')}"
-
-    def __str__(self) -> str:
-        return f"{self.repository}@{self.revision}"
 
 
 @attrs.frozen
