@@ -24,9 +24,17 @@ from tests.equivalence.reference.make_reference import write_reference
 
 logger = logging.getLogger("make_all")
 
-_HERE = Path(__file__).parent
-_SHARED = ("checkpoints.py", "numbers.py", "texts.py", "../support/xlmr_onnx.py")
-_SOURCES = (*sorted(_HERE.glob("make_*.py")), *(_HERE.parent / name for name in _SHARED))
+_REPOSITORY = Path(__file__).parents[3]
+_SOURCES = (
+    "tests/equivalence/checkpoints.py",
+    "tests/equivalence/numbers.py",
+    "tests/equivalence/texts.py",
+    "tests/equivalence/reference/make_all.py",
+    "tests/equivalence/reference/make_checkpoints.py",
+    "tests/equivalence/reference/make_exports.py",
+    "tests/equivalence/reference/make_reference.py",
+    "tests/support/xlmr_onnx.py",
+)
 _PACKAGES = (
     "FlagEmbedding",
     "numpy",
@@ -81,7 +89,7 @@ def versions() -> dict[str, str]:
 
 def _digest(tokenizer: Path) -> str:
     digest = hashlib.sha256()
-    for path in (*_SOURCES, tokenizer):
+    for path in (*(_REPOSITORY / source for source in _SOURCES), tokenizer):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
