@@ -6,13 +6,23 @@ BIND ?= 127.0.0.1:8081
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: run test lint format clean
+# The two environments of the tests are made side by side.
+MAKEFLAGS += --jobs=2
+
+.PHONY: run test parity equivalence-real lint format clean
 
 run: $(VENV)/run.stamp
 	BGE_M3_MODEL=preview BGE_M3_CACHE_DIR=$(CACHE) BGE_M3_BIND=$(BIND) BGE_M3_LOG_FORMAT=text $(VENV)/bin/bge-m3-server serve
 
-test: $(VENV)/test.stamp
-	$(VENV)/bin/python -m pytest --cov --cov-report=term:skip-covered $(PYTEST_ARGS)
+test: $(VENV)/test.stamp $(REFERENCE_VENV)/stamp
+	REFERENCE_VENV=$(REFERENCE_VENV) $(VENV)/bin/python -m pytest --cov --cov-report=term:skip-covered $(PYTEST_ARGS)
+
+# The parity table of docs/parity.md: on the random checkpoints, and on BGE-M3 itself.
+parity: $(VENV)/test.stamp
+	$(VENV)/bin/python -m tests.equivalence.parity
+
+equivalence-real: $(VENV)/test.stamp
+	BGE_M3_EQUIVALENCE_REAL=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -rs tests/equivalence/test_real_model.py
 
 lint: $(VENV)/lint.stamp
 	$(VENV)/bin/ruff format --check
@@ -39,6 +49,13 @@ $(VENV)/run.stamp: pyproject.toml | $(VENV)/bin/pip
 
 $(VENV)/test.stamp: pyproject.toml | $(VENV)/bin/pip
 	$(VENV)/bin/pip install --quiet --editable '.[preview,otlp]' --group test
+	@touch $@
+
+# FlagEmbedding needs older packages than the server: it computes its numbers in a place of its own.
+$(REFERENCE_VENV)/stamp: tests/equivalence/reference/requirements.txt
+	$(PYTHON) -m venv $(REFERENCE_VENV)
+	$(REFERENCE_VENV)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(REFERENCE_VENV)/bin/pip install --quiet --requirement $<
 	@touch $@
 
 $(VENV)/lint.stamp: pyproject.toml | $(VENV)/bin/pip

@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 BGE_M3_DIMENSIONS = 1024
 
+QUIET_LOGGERS = {"httpx": logging.WARNING, "httpx2": logging.WARNING}
+"""The hub client's own lines per request; ours tell what is being downloaded."""
+
 ORT_PROVIDERS: Mapping[ExecutionProvider, Callable[[SessionSettings], Sequence[Provider]]] = {
     ExecutionProvider.CPU: cpu_providers,
     ExecutionProvider.CUDA: cuda_providers,
@@ -56,7 +59,7 @@ def set_up_logging(config: Config) -> None:
     )
     configure_logging(
         "json" if is_json else "text",
-        config.log_levels,
+        {**QUIET_LOGGERS, **config.log_levels},
         "cuda" if config.execution_provider.is_gpu else "cpu",
         sys.stdout,
     )

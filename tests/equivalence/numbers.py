@@ -28,6 +28,15 @@ class Numbers:
     def __len__(self) -> int:
         return len(self.texts)
 
+    def part(self, places: Sequence[int]) -> "Numbers":
+        """Only the texts at `places`."""
+        return Numbers(
+            texts=[self.texts[place] for place in places],
+            dense=self.dense[list(places)],
+            sparse=[self.sparse[place] for place in places],
+            colbert=[self.colbert[place] for place in places],
+        )
+
     def save(self, path: Path) -> None:
         """Write one compressed .npz without pickles."""
         encoded = [text.encode() for text in self.texts]

@@ -14,7 +14,7 @@ from tests.equivalence.texts import LONG_TEXTS, PAIRS, TEXTS
 MAX_TOKENS = 8192
 SMALL_LIMIT_TOKENS = 128
 
-LONGEST_WIDE_TOKENS = 300
+LONGEST_WIDE_TOKENS = 64
 """Texts beyond it are left to the narrower checkpoints: they would cost minutes."""
 
 BATCH = 4

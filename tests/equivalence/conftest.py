@@ -1,0 +1,56 @@
+"""Where the models and the reference numbers of the equivalence tests come from."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.equivalence.checkpoints import TINY
+from tests.equivalence.numbers import Numbers
+from tests.support.preview_fixture import preview_files
+from tests.support.xlmr_onnx import LAYOUTS, write_xlmr
+
+REPOSITORY = Path(__file__).parents[2]
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="session")
+def reference_dir():
+    """Checkpoints, exports and FlagEmbedding's numbers, made by FlagEmbedding's environment."""
+    python = REPOSITORY / os.environ.get("REFERENCE_VENV", ".venv-reference") / "bin" / "python"
+    if not python.exists():
+        reason = f"{python} is not there: `make test` builds FlagEmbedding's environment"
+        if os.environ.get("REFERENCE_VENV"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    out = REPOSITORY / ".cache" / "equivalence"
+    done = subprocess.run(
+        [
+            python, "-m", "tests.equivalence.reference.make_all",
+            "--out", out, "--tokenizer", preview_files().tokenizer_path,
+        ],
+        cwd=REPOSITORY, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return out
+
+
+@pytest.fixture(scope="session")
+def golden_models(tmp_path_factory):
+    """The tiny checkpoint in both layouts, written without torch: layout → model directory."""
+    directories = {}
+    for layout in LAYOUTS:
+        directory = tmp_path_factory.mktemp(layout)
+        write_xlmr(TINY, directory / "onnx" / "model.onnx", layout)
+        (directory / "tokenizer.json").symlink_to(preview_files().tokenizer_path)
+        for name in ("sparse_linear.pt", "colbert_linear.pt"):
+            (directory / name).symlink_to(GOLDEN / name)
+        directories[layout] = directory
+    return directories
+
+
+@pytest.fixture(scope="session")
+def golden_numbers():
+    """What FlagEmbedding returned for the tiny checkpoint."""
+    return Numbers.load(GOLDEN / "tiny.npz")
