@@ -146,6 +146,23 @@ def test_each_request_leaves_one_completion_line(server):
     assert {"tokenize_ms", "queue_wait_ms", "inference_ms", "total_ms"} <= fields.keys()
 
 
+def test_traces_show_each_request_with_its_chunks(preview):
+    """With an exporter named, one span per request and one per forward pass below it."""
+    with running_server({**preview, "OTEL_TRACES_EXPORTER": "console"}) as server:
+        post(server, "/v1/embeddings", {"input": ["short", "a longer text of several words"]})
+        server.wait_for_log('"kind": "SpanKind.SERVER"')
+        spans = [json.loads(line) for line in server.log if line.startswith('{"name"')]
+
+    (request,) = (span for span in spans if span["kind"] == "SpanKind.SERVER")
+    chunks = [span for span in spans if span["name"] == "chunk"]
+    assert chunks
+    for chunk in chunks:
+        assert chunk["parent_id"] == request["context"]["span_id"]
+        assert {"batch", "max_tokens", "padding_ratio", "estimated_bytes", "inference_ms"} <= set(
+            chunk["attributes"]
+        )
+
+
 def test_sigterm_ends_the_server_with_exit_code_0(preview):
     """A stop that was asked for is a success."""
     with running_server(preview) as server:
