@@ -55,9 +55,7 @@ def test_base64_and_float_answers_hold_the_same_numbers(server):
     as_floats = sdk(server).embeddings.create(model="m", input=TEXTS, encoding_format="float")
 
     for left, right in zip(by_default.data, as_floats.data, strict=True):
-        np.testing.assert_array_equal(
-            np.float32(left.embedding), np.float32(right.embedding)
-        )
+        np.testing.assert_array_equal(np.float32(left.embedding), np.float32(right.embedding))
 
 
 def test_langchain_embeds_documents_and_queries(server):
@@ -127,7 +125,8 @@ def test_health_reports_workers_and_tuning(server):
     health = httpx.get(f"{server.url}/health").json()
 
     assert health["status"] == "ok"
-    assert health["workers"] == {"live": 2, "total": 2}
+    assert health["workers"] == {"live": 2, "total": 2, "busy": 0, "replaced": 0}
+    assert health["queue"]["waiting_tokens"] == 0
     assert health["max_seq_length"] == 512
     assert health["tuning"]["probe_status"] == "disabled"
     assert health["tuning"]["available_bytes"] > 0
