@@ -21,8 +21,6 @@ DEFAULT_WARMUP_SHAPES = tuple(
 )
 
 WITHOUT_EFFECT_YET = {
-    "BGE_M3_IDLE_TIMEOUT_SECS": "models stay loaded",
-    "BGE_M3_HEARTBEAT_SECS": "there is no heartbeat",
     "BGE_M3_GPU_VRAM_BUDGET_BYTES": "the workspace ceiling is 2 GiB",
     "BGE_M3_TRT_WARMUP_SHAPES": "engines are built on first use",
     "BGE_M3_WARMUP_ONLY": "the server starts as usual",
@@ -91,6 +89,13 @@ class Config:
     max_body_bytes: int
     idle_timeout_seconds: int
     heartbeat_seconds: int
+    queue_tokens: int
+    queue_bytes: int
+    result_cache_bytes: int
+    request_timeout_ms: int | None
+    hang_timeout_seconds: int
+    shutdown_grace_seconds: int
+    drain_timeout_seconds: int
     gpu_count: int | None
     gpu_vram_budget_bytes: int | None
     gpu_mem_limit_bytes: int | None
@@ -150,6 +155,18 @@ def load_config(environment: Mapping[str, str], platform: str) -> Config:
         max_body_bytes=read.integer("BGE_M3_MAX_BODY_BYTES", 32 * 1024**2, minimum=1),
         idle_timeout_seconds=read.integer("BGE_M3_IDLE_TIMEOUT_SECS", 300),
         heartbeat_seconds=read.integer("BGE_M3_HEARTBEAT_SECS", 60),
+        queue_tokens=read.integer("BGE_M3_QUEUE_TOKENS", 4 * 1024**2, minimum=1),
+        queue_bytes=read.integer("BGE_M3_QUEUE_BYTES", 512 * 1024**2, minimum=1),
+        result_cache_bytes=read.integer("BGE_M3_RESULT_CACHE_BYTES", 0),
+        request_timeout_ms=read.integer("BGE_M3_REQUEST_TIMEOUT_MS", None, minimum=1),
+        # TensorRT builds an engine inside the first chunk of a shape.
+        hang_timeout_seconds=read.integer(
+            "BGE_M3_HANG_TIMEOUT_SECS",
+            1800 if provider is ExecutionProvider.TENSORRT else 60,
+            minimum=1,
+        ),
+        shutdown_grace_seconds=read.integer("BGE_M3_SHUTDOWN_GRACE_SECS", 5),
+        drain_timeout_seconds=read.integer("BGE_M3_DRAIN_TIMEOUT_SECS", 30),
         gpu_count=read.count("BGE_M3_GPU_COUNT", None),
         gpu_vram_budget_bytes=read.integer("BGE_M3_GPU_VRAM_BUDGET_BYTES", None, minimum=1),
         gpu_mem_limit_bytes=read.integer("BGE_M3_GPU_MEM_LIMIT_BYTES", None, minimum=1),

@@ -13,7 +13,9 @@ from .. import __version__
 from ..adapters.gpu.procfs import ProcfsGpuInfo
 from ..adapters.memory.cgroup import CgroupV1Probe, CgroupV2Probe
 from ..adapters.memory.meminfo import MeminfoProbe
+from ..adapters.memory.rss import resident_bytes
 from ..adapters.memory.sysctl import SysctlProbe
+from ..adapters.memory.trim import trim_heap
 from ..adapters.models.files import ModelFiles
 from ..adapters.models.hub import fetch_model
 from ..adapters.models.local import local_model
@@ -33,9 +35,12 @@ from ..domain.errors import ConfigError
 from ..domain.ports import GpuInfo, InferenceBackend, MemoryProbe
 from ..domain.types import HeadProjections, ModelContract
 from .config import MAX_SEQ_LENGTH_LIMIT, Config, ExecutionProvider, LogFormat, ModelVariant
-from .engine import Engine, LoadedModel
+from .engine import Engine, EngineSettings
 from .http.application import HttpLimits, create_app
-from .service import ModelInfo, ProbeStatus, Tuning
+from .loading import LoadedModel, ProcessMemory
+from .result_cache import CachedService
+from .service import EmbeddingService, ModelInfo, ProbeStatus, Tuning
+from .supervisor import SupervisorSettings
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +121,26 @@ def worker_count(config: Config, gpus: GpuInfo) -> int:
             extra={"fields": {"requested": config.workers, "clamped": devices}},
         )
     return min(config.workers, devices)
+
+
+def engine_settings(config: Config, gpus: GpuInfo) -> EngineSettings:
+    """The engine's share of the configuration."""
+    return EngineSettings(
+        workers=worker_count(config, gpus),
+        queue_tokens=config.queue_tokens,
+        queue_bytes=config.queue_bytes,
+        hang_timeout_seconds=config.hang_timeout_seconds,
+        request_timeout_seconds=(config.request_timeout_ms or 0) / 1e3 or None,
+        supervisor=SupervisorSettings(
+            idle_timeout_seconds=config.idle_timeout_seconds,
+            heartbeat_seconds=config.heartbeat_seconds,
+        ),
+    )
+
+
+def with_cache(engine: Engine, limit_bytes: int) -> EmbeddingService:
+    """What the doors talk to: the engine, behind a cache if there is one."""
+    return CachedService(engine, limit_bytes) if limit_bytes else engine
 
 
 def load_model(config: Config, gpus: GpuInfo, probes: Sequence[MemoryProbe]) -> LoadedModel:
@@ -203,13 +228,15 @@ class Container(containers.DeclarativeContainer):
     engine = providers.Singleton(
         Engine,
         load_model=providers.Callable(load_model, config, gpus, memory_probes).provider,
-        workers=providers.Callable(worker_count, config, gpus),
+        settings=providers.Callable(engine_settings, config, gpus),
         telemetry=telemetry,
         clock=clock,
+        memory=providers.Object(ProcessMemory(trim_heap, resident_bytes)),
     )
+    service = providers.Singleton(with_cache, engine, config.provided.result_cache_bytes)
     application = providers.Singleton(
         create_app,
-        service=engine,
+        service=service,
         limits=providers.Factory(
             HttpLimits,
             max_batch=config.provided.max_batch,

@@ -1,121 +1,80 @@
-"""The worker pool: loads the model, spreads chunks over worker threads, reports health.
+"""The `EmbeddingService`: admission → tokenising → queue → workers → answer.
 
-Tokenising and inference never run on the event loop: texts are tokenised in a small thread pool,
-chunks wait in one queue and any free worker takes the next one.
+Tokenising and inference never run on the event loop. The parts are in modules of their own:
+`admission` bounds the queue, the domain's `scheduling` orders it, `workers` run it, `supervisor`
+keeps workers and model alive.
 """
 
 import asyncio
-import contextlib
-import contextvars
-import logging
-import queue
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import attrs
 
-from ..domain.binpack import bin_pack
 from ..domain.cost_model import CostModel
-from ..domain.embedder import embed_chunk, require_heads
+from ..domain.embedder import require_heads
 from ..domain.errors import (
-    BgeM3Error,
-    InferenceError,
-    NonFiniteOutputError,
+    DeadlineExceededError,
     NotReadyError,
     NoWorkersError,
 )
-from ..domain.ports import Clock, InferenceBackend, Telemetry, Tokenizer
-from ..domain.self_test import self_test
-from ..domain.statistics import LengthStats
-from ..domain.types import Chunk, Embedding, Heads, TokenizedText
-from .service import JobReport, JobResult, ModelInfo, ServiceStatus, Tuning
-
-logger = logging.getLogger(__name__)
+from ..domain.ports import Clock, Telemetry
+from ..domain.types import Heads, ModelContract, TokenizedText
+from .admission import Admission, size_bytes
+from .canary import Canary, canary_job
+from .jobs import Job
+from .loading import LoadedModel, ProcessMemory
+from .service import CanaryReport, JobResult, ModelInfo, QueueStatus, ServiceStatus, Tuning
+from .supervisor import Supervisor, SupervisorSettings
+from .workers import PoolStatus, WorkerPool
 
 NON_FINITE_LIMIT = 3
 """So many texts in a row without one finite result mean that the model is broken, not the texts."""
 
+TOKENIZE_CHARACTERS = 65_536
+"""Long requests are tokenised in pieces of about this size, so that short ones get in between."""
+
 
 @attrs.frozen
-class LoadedModel:
-    """Everything the pool needs to serve: worker i uses backend i modulo their number.
+class EngineSettings:
+    """Sizes and limits of the engine.
 
-    `is_verified_bge_m3`: the files are the published ones, so their golden numbers must come out.
+    `hang_timeout_seconds`: the least that is granted to a chunk before it is taken for hanging.
+    `request_timeout_seconds`: deadline of requests that bring none; None lets them wait.
     """
 
-    info: ModelInfo
-    tokenizer: Tokenizer
-    backends: tuple[InferenceBackend, ...]
-    cost_model: CostModel
-    tuning: Tuning
-    is_verified_bge_m3: bool = False
-
-
-@attrs.define(eq=False)
-class _Job:
-    """One request on its way: chunks report here, the last one completes `done`."""
-
-    texts: list[TokenizedText]
-    heads: Heads
-    remaining: int
-    done: Future[None] = attrs.field(factory=Future)
-    results: dict[int, Embedding] = attrs.field(factory=dict)
-    queue_wait_seconds: float = 0.0
-    inference_seconds: float = 0.0
-    lock: threading.Lock = attrs.field(factory=threading.Lock)
-
-    def fail(self, error: BgeM3Error) -> None:
-        with contextlib.suppress(InvalidStateError):  # failed elsewhere, or abandoned
-            self.done.set_exception(error)
-
-    def finish_chunk(
-        self, results: dict[int, Embedding], waited_seconds: float, inference_seconds: float
-    ) -> None:
-        with self.lock:
-            self.results |= results
-            self.queue_wait_seconds = max(self.queue_wait_seconds, waited_seconds)
-            self.inference_seconds += inference_seconds
-            self.remaining -= 1
-            is_last = self.remaining == 0
-        if is_last:
-            with contextlib.suppress(InvalidStateError):  # abandoned by its client
-                self.done.set_result(None)
-
-
-@attrs.frozen(eq=False)
-class _Task:
-    """One chunk of a job, with the tracing context of its request."""
-
-    job: _Job
-    chunk: Chunk
-    estimated_bytes: int
-    queued_at: float
-    context: contextvars.Context
+    workers: int = 2
+    queue_tokens: int = 4 * 1024**2
+    queue_bytes: int = 512 * 1024**2
+    hang_timeout_seconds: float = 60.0
+    request_timeout_seconds: float | None = None
+    supervisor: SupervisorSettings = attrs.field(factory=SupervisorSettings)
 
 
 class Engine:
-    """An `EmbeddingService` on a fixed pool of worker threads."""
+    """An `EmbeddingService` on a pool of worker threads; `embed` belongs to one event loop."""
 
     def __init__(
         self,
         load_model: Callable[[], LoadedModel],
-        workers: int,
+        settings: EngineSettings,
         telemetry: Telemetry,
         clock: Clock,
+        memory: ProcessMemory | None = None,
     ) -> None:
-        self._load_model = load_model
-        self._workers = workers
-        self._telemetry = telemetry
+        self._settings = settings
         self._clock = clock
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._tokenizer_pool = ThreadPoolExecutor(workers, thread_name_prefix="tokenize")
-        self._threads: list[threading.Thread] = []
-        self._model: LoadedModel | None = None
-        self._live_workers = 0
-        self._lock = threading.Lock()
-        self._ready = False
-        self._non_finite_in_a_row = 0
+        self._pool = WorkerPool(settings.workers, settings.hang_timeout_seconds, telemetry, clock)
+        self._supervisor = Supervisor(
+            self._pool, load_model, settings.supervisor, clock, memory or ProcessMemory()
+        )
+        self._admission = Admission(settings.queue_tokens, settings.queue_bytes)
+        self._tokenizer_pool = ThreadPoolExecutor(settings.workers, thread_name_prefix="tokenize")
+        self._served: tuple[ModelInfo, ModelContract] | None = None
+        self._tuning: Tuning | None = None
+        self._is_draining = False
+        self._is_stopped = False
+        self._canary = Canary(self._run_canary, self._is_busy, clock)
 
     def load(self) -> None:
         """Load the model, test it, start the workers. Blocks; run it in a thread of its own.
@@ -123,157 +82,174 @@ class Engine:
         Raises:
             ModelError: the model cannot be obtained, or fails its self-test.
         """
-        model = self._load_model()
-        for backend in model.backends:
-            self_test(model.tokenizer, backend, is_bge_m3=model.is_verified_bge_m3)
-        with self._lock:
-            self._model = model
-            self._live_workers = self._workers
-        for number in range(self._workers):
-            thread = threading.Thread(
-                target=self._work,
-                args=(model.backends[number % len(model.backends)],),
-                name=f"worker-{number}",
-                daemon=True,
-            )
-            self._threads.append(thread)
-            thread.start()
-        self._ready = True
+        self._supervisor.start()
+        model = self._supervisor.model
+        assert model is not None  # noqa: S101  start() returned
+        self._tuning = model.tuning
+        # What is known of the model even while it is unloaded; from now on requests are taken.
+        self._served = model.info, model.backends[0].contract
+
+    def set_cost_model(self, cost_model: CostModel, tuning: Tuning) -> None:
+        """Use newly measured coefficients from the next chunk on; any thread may call this."""
+        self._pool.set_cost_model(cost_model)
+        self._tuning = tuning
 
     def status(self) -> ServiceStatus:
         """The present state, at once."""
-        model = self._model
-        live = self._live_workers
+        pool = self._pool.status()
+        is_loaded = self._supervisor.model is not None
         return ServiceStatus(
-            ready=self._ready,
-            live_workers=live,
-            loaded_workers=live if model else 0,
-            total_workers=self._workers,
-            waiting_chunks=self._tasks.qsize(),
-            failure=self._failure(),
-            model=model.info if model else None,
-            tuning=model.tuning if model else None,
+            ready=self._served is not None and not self._is_stopped,
+            live_workers=pool.live_workers,
+            loaded_workers=pool.live_workers if is_loaded else 0,
+            total_workers=self._settings.workers,
+            draining=self._is_draining,
+            busy_workers=pool.busy_workers,
+            replaced_workers=pool.replaced_workers,
+            failure=self._failure(pool),
+            model=self._served[0] if self._served else None,
+            tuning=self._tuning,
+            queue=QueueStatus(
+                waiting_texts=pool.waiting_texts,
+                waiting_tokens=pool.waiting_tokens,
+                limit_tokens=self._settings.queue_tokens,
+                held_bytes=self._admission.held_bytes,
+                limit_bytes=self._settings.queue_bytes,
+                drain_tokens_per_second=pool.tokens_per_second,
+            )
+            if self._served
+            else None,
         )
 
-    def _failure(self) -> str | None:
-        count = self._non_finite_in_a_row
+    def _failure(self, pool: PoolStatus) -> str | None:
+        if self._supervisor.trouble:
+            return self._supervisor.trouble
+        count = pool.non_finite_in_a_row
         if count < NON_FINITE_LIMIT:
             return None
         return f"the model returned non-finite values for the last {count} texts"
 
-    async def embed(self, texts: Sequence[str], heads: Heads) -> JobResult:
+    async def embed(
+        self, texts: Sequence[str], heads: Heads, *, timeout_seconds: float | None = None
+    ) -> JobResult:
         """Embed texts that passed `validate_texts`; cancelling drops what has not started.
 
         Raises:
-            UnavailableError: not ready, or no worker is alive.
-            InvalidInputError: the model lacks one of `heads`.
+            UnavailableError: not ready, no worker is alive, the queue is full, or the deadline has
+                passed.
+            InvalidInputError: the model lacks one of `heads`, or the request can never fit.
             InferenceError: the engine failed.
         """
-        model = self._model
-        if model is None or not self._ready:
-            raise NotReadyError("model not ready")
-        require_heads(model.backends[0].contract, heads)
-        started = self._clock()
-        loop = asyncio.get_running_loop()
-        tokenized = await loop.run_in_executor(self._tokenizer_pool, model.tokenizer.encode, texts)
-        tokenize_seconds = self._clock() - started
-        lengths = [len(text) for text in tokenized]
-        chunks = bin_pack(lengths, model.cost_model)
-        job = _Job(texts=tokenized, heads=heads, remaining=len(chunks))
-        self._enqueue(job, chunks, model.cost_model)
-        await asyncio.wrap_future(job.done)
-        return JobResult(
-            embeddings=[job.results[index] for index in range(len(tokenized))],
-            report=JobReport(
-                chunks=len(chunks),
-                max_chunk_tokens=max(chunk.max_tokens for chunk in chunks),
-                lengths=LengthStats.of(lengths),
-                tokenize_ms=tokenize_seconds * 1e3,
-                queue_wait_ms=job.queue_wait_seconds * 1e3,
-                inference_ms=job.inference_seconds * 1e3,
-            ),
-        )
+        info, contract = self._require_ready()
+        require_heads(contract, heads)
+        pool = self._pool.status()
+        needed_bytes = size_bytes(texts, heads, info)
+        timeout = timeout_seconds or self._settings.request_timeout_seconds
+        deadline = None if timeout is None else self._clock() + timeout
+        with self._admission.hold(needed_bytes, pool.waiting_tokens, pool.tokens_per_second):
+            try:
+                async with asyncio.timeout(timeout) as scope:
+                    return await self._embed(texts, heads, deadline)
+            except TimeoutError:
+                if not scope.expired():
+                    raise
+                raise DeadlineExceededError(
+                    f"the request was not finished within {timeout:g} s; send fewer texts per "
+                    "request, or allow more time with x-request-timeout-ms"
+                ) from None
+
+    async def canary(self) -> CanaryReport:
+        """Run a few tokens before all waiting work; a recent report is given again.
+
+        An idle model is not woken up for it, and workers that are all at work within their
+        expected time are healthy.
+
+        Raises:
+            UnavailableError: not ready, or no worker is alive.
+        """
+        self._require_ready()
+        if self._supervisor.model is None:
+            return CanaryReport(is_healthy=True, reason="the model is unloaded while idle")
+        return await self._canary.report()
+
+    def drain(self) -> None:
+        """Report not ready from now on; work is taken and done all the same."""
+        self._is_draining = True
+
+    def abort(self) -> None:
+        """Answer everything that waits or runs with an error, at once, and take nothing more."""
+        self._is_draining = self._is_stopped = True
+        self._pool.abort(NotReadyError("the server is stopping"))
 
     def stop(self) -> None:
         """Take no more work, let the workers finish what is queued, give the memory back."""
-        self._ready = False
-        for _ in self._threads:
-            self._tasks.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._is_draining = self._is_stopped = True
+        self._pool.drain()
+        self._pool.join()
+        self._supervisor.stop()
         self._tokenizer_pool.shutdown()
-        if self._model:
-            for backend in self._model.backends:
-                backend.close()
 
-    def _enqueue(self, job: _Job, chunks: Sequence[Chunk], cost_model: CostModel) -> None:
-        # The lock pairs with the last worker's farewell: a task is either seen by it or refused.
-        with self._lock:
-            if self._live_workers == 0:
-                raise NoWorkersError("no workers available")
-            now = self._clock()
-            for chunk in chunks:
-                estimate = cost_model.chunk_cost_bytes(len(chunk), chunk.max_tokens)
-                context = contextvars.copy_context()
-                self._tasks.put(_Task(job, chunk, estimate, now, context))
+    def _require_ready(self) -> tuple[ModelInfo, ModelContract]:
+        if self._served is None:
+            raise NotReadyError("model not ready")
+        if self._is_stopped:
+            raise NotReadyError("the server is stopping")
+        if self._supervisor.failure:
+            raise NoWorkersError("no workers available")
+        return self._served
 
-    def _work(self, backend: InferenceBackend) -> None:
+    async def _embed(self, texts: Sequence[str], heads: Heads, deadline: float | None) -> JobResult:
+        model = self._supervisor.model
+        if model is None:
+            # One future for all who wait: nobody who leaves may cancel it.
+            model = await asyncio.shield(asyncio.wrap_future(self._supervisor.want_model()))
+        started = self._clock()
+        tokenized = await self._tokenize(texts, model)
+        tokenize_seconds = self._clock() - started
+        pool = self._pool.status()
+        needed_tokens = sum(map(len, tokenized))
+        self._admission.require_tokens(needed_tokens, pool.waiting_tokens, pool.tokens_per_second)
+        job = Job(tokenized, heads, self._clock())
+        await self._run(job, deadline)
+        return JobResult(
+            embeddings=[job.results[index] for index in range(len(tokenized))],
+            report=job.report(tokenize_seconds),
+        )
+
+    async def _run(self, job: Job, deadline: float | None = None) -> None:
+        number = self._pool.submit(job, deadline)
         try:
-            while (task := self._tasks.get()) is not None:
-                if not task.job.done.done():  # neither failed elsewhere nor abandoned by its client
-                    task.context.run(self._run, task, backend)
-        except BaseException:
-            logger.exception("worker died")
+            await asyncio.wrap_future(job.done)
         finally:
-            self._farewell()
+            self._pool.forget(number)
 
-    def _run(self, task: _Task, backend: InferenceBackend) -> None:
-        job, started = task.job, self._clock()
-        try:
-            outcomes = embed_chunk(
-                [job.texts[index] for index in task.chunk.indices],
-                job.heads,
-                backend,
-                self._telemetry,
-                task.estimated_bytes,
+    async def _tokenize(self, texts: Sequence[str], model: LoadedModel) -> list[TokenizedText]:
+        loop = asyncio.get_running_loop()
+        tokenized: list[TokenizedText] = []
+        for piece in pieces(texts, TOKENIZE_CHARACTERS):
+            tokenized += await loop.run_in_executor(
+                self._tokenizer_pool, model.tokenizer.encode, piece
             )
-        except BgeM3Error as error:
-            job.fail(error)
-            return
-        except Exception as error:
-            logger.exception("worker failed on a chunk")
-            job.fail(InferenceError(f"unexpected {type(error).__name__} in the engine"))
-            return
-        except BaseException:
-            job.fail(InferenceError("the worker died while it ran this request"))
-            raise
-        self._watch(outcomes)
-        results: dict[int, Embedding] = {}
-        for index, outcome in zip(task.chunk.indices, outcomes, strict=True):
-            if isinstance(outcome, NonFiniteOutputError):
-                job.fail(NonFiniteOutputError(f"input[{index}]: {outcome}", index=index))
-                return
-            results[index] = outcome
-        job.finish_chunk(results, started - task.queued_at, self._clock() - started)
+        return tokenized
 
-    def _watch(self, outcomes: Sequence[Embedding | NonFiniteOutputError]) -> None:
-        """Count texts without a finite result; any finite one shows that the model works."""
-        with self._lock:
-            if any(isinstance(outcome, Embedding) for outcome in outcomes):
-                self._non_finite_in_a_row = 0
-            else:
-                self._non_finite_in_a_row += len(outcomes)
+    async def _run_canary(self) -> None:
+        if model := self._supervisor.model:
+            job = await asyncio.to_thread(
+                canary_job, model.tokenizer, model.info.heads, self._clock
+            )
+            await self._run(job)
 
-    def _farewell(self) -> None:
-        """Count a worker out; the last one fails whatever is still queued."""
-        with self._lock:
-            self._live_workers -= 1
-            if self._live_workers:
-                return
-            while True:
-                try:
-                    task = self._tasks.get_nowait()
-                except queue.Empty:
-                    return
-                if task is not None:
-                    task.job.fail(NoWorkersError("no workers available"))
+    def _is_busy(self) -> bool:
+        pool = self._pool.status()
+        return 0 < pool.live_workers == pool.busy_workers
+
+
+def pieces(texts: Sequence[str], characters: int) -> list[Sequence[str]]:
+    """Cut a list into runs of at least one text and not many more than so many characters."""
+    found, start, size = [], 0, 0
+    for end, text in enumerate(texts, start=1):
+        size += len(text)
+        if size >= characters or end == len(texts):
+            found.append(texts[start:end])
+            start, size = end, 0
+    return found

@@ -1,11 +1,14 @@
 """From a wired container to a process that answers requests and stops cleanly."""
 
+import asyncio
 import logging
 import os
 import platform
 import signal
+import socket
 import threading
 import time
+from types import FrameType
 
 import uvicorn
 
@@ -17,7 +20,15 @@ from .engine import Engine
 
 logger = logging.getLogger(__name__)
 
-GRACEFUL_SHUTDOWN_SECONDS = 30
+EXIT_FAILED_START = 1
+EXIT_CUT_SHORT = 3
+"""The stop was cut short: work that had been accepted was answered with 503."""
+
+STOP_SECONDS = 10.0
+"""All requests are answered by then: a worker still at work hangs, or nobody waits for it."""
+
+LAST_ANSWERS_SECONDS = 2.0
+"""From the end of the drain limit, so long may clients take to read their 503."""
 
 
 def serve(config: Config, container: Container) -> int:
@@ -28,7 +39,7 @@ def serve(config: Config, container: Container) -> int:
     container.set_up_logging()
     _log_start(config)
     engine: Engine = container.engine()
-    server = uvicorn.Server(
+    server = DrainingServer(
         uvicorn.Config(
             container.application(),
             host=config.host,
@@ -36,8 +47,10 @@ def serve(config: Config, container: Container) -> int:
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_SECONDS,
-        )
+        ),
+        engine,
+        grace_seconds=config.shutdown_grace_seconds,
+        drain_seconds=config.drain_timeout_seconds,
     )
     failures: list[BaseException] = []
 
@@ -50,9 +63,6 @@ def serve(config: Config, container: Container) -> int:
 
     loader = threading.Thread(target=load, name="loader", daemon=True)
     loader.start()
-    # uvicorn raises the signal again once it has drained; by then the work is done.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    signal.signal(signal.SIGINT, lambda *_: None)
     try:
         server.run()
     except SystemExit:  # uvicorn has logged why it cannot listen
@@ -60,13 +70,76 @@ def serve(config: Config, container: Container) -> int:
     for error in failures:
         is_explained = isinstance(error, ModelError | OSError)
         logger.error("start failed: %s", error, exc_info=None if is_explained else error)
-    code = 1 if failures else 0
-    if loader.is_alive():  # a download or a load cannot be interrupted: leave it behind
+    code = EXIT_FAILED_START if failures else server.exit_code
+    stopper = threading.Thread(target=engine.stop, name="stopper", daemon=True)
+    if not loader.is_alive() and server.exit_code != EXIT_CUT_SHORT:
+        stopper.start()
+        stopper.join(STOP_SECONDS)
+    container.shut_down_telemetry()
+    # A download, a load or a chunk cannot be interrupted: leave it behind.
+    if loader.is_alive() or stopper.is_alive() or server.exit_code == EXIT_CUT_SHORT:
         logging.shutdown()
         os._exit(code)
-    engine.stop()
-    container.shut_down_telemetry()
     return code
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn, with a stop that load balancers and clients can follow.
+
+    On SIGTERM: not ready, but serving, for `grace_seconds`; then no new connections, and
+    `drain_seconds` to finish what was accepted. SIGINT comes from somebody at a terminal: no
+    grace. A second signal, or the end of that time, answers everything that waits with 503.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, engine: Engine, *, grace_seconds: float, drain_seconds: float
+    ) -> None:
+        super().__init__(config)
+        self.exit_code = 0
+        self._engine = engine
+        self._grace_seconds = grace_seconds
+        self._drain_seconds = drain_seconds
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_draining = False
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until told to stop."""
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    def handle_exit(self, sig: int, _: FrameType | None) -> None:
+        """Called by the signal, amid anything: the loop does the work."""
+        if self._loop:
+            self._loop.call_soon_threadsafe(self._begin_stop, sig)
+
+    def _begin_stop(self, sig: int) -> None:
+        if self._is_draining or self._loop is None:
+            self._cut_short("a second signal came")
+            return
+        self._is_draining = True
+        grace_seconds = self._grace_seconds if sig == signal.SIGTERM else 0
+        if not self._engine.status().ready:
+            grace_seconds = 0
+        logger.info("Stopping: not ready any more", extra={"fields": {"signal": sig}})
+        self._engine.drain()
+        self._loop.call_later(grace_seconds, self._stop_accepting)
+        self._loop.call_later(
+            grace_seconds + self._drain_seconds, self._cut_short, "the drain limit has passed"
+        )
+
+    def _stop_accepting(self) -> None:
+        self.should_exit = True
+
+    def _cut_short(self, reason: str) -> None:
+        logger.error("Stop cut short: waiting requests get 503", extra={"fields": {"why": reason}})
+        self.exit_code = EXIT_CUT_SHORT
+        self._engine.abort()
+        self.should_exit = True
+        if self._loop:
+            self._loop.call_later(LAST_ANSWERS_SECONDS, self._leave)
+
+    def _leave(self) -> None:
+        self.force_exit = True
 
 
 def _load(engine: Engine, config: Config) -> None:

@@ -76,39 +76,99 @@ class Tuning:
     memory_source: str | None = None
     available_bytes: int | None = None
     model_rss_bytes_per_worker: int | None = None
+    worst_case_peak_bytes: int | None = None
+    utilization_pct: float | None = None
+
+
+@attrs.frozen
+class QueueStatus:
+    """The queue, its bounds and how fast it moves.
+
+    `held_bytes`: texts, ids and answers of all requests that are under way.
+    `drain_tokens_per_second`: None until work has been measured.
+    """
+
+    waiting_texts: int
+    waiting_tokens: int
+    limit_tokens: int
+    held_bytes: int
+    limit_bytes: int
+    drain_tokens_per_second: float | None = None
+
+
+@attrs.frozen
+class CacheStatus:
+    """Texts that were, and were not, in the result cache; and how full it is."""
+
+    hits: int
+    misses: int
+    held_bytes: int
+    limit_bytes: int
 
 
 @attrs.frozen
 class ServiceStatus:
     """A snapshot that never waits for the engine.
 
-    `waiting_chunks`: chunks that no worker has taken yet.
+    `draining`: work is still taken, but nothing new should be sent: the server is about to stop.
+    `busy_workers`: workers that run a chunk.
+    `replaced_workers`: workers that died or hung and were replaced since the start.
     `failure`: why the answers cannot be trusted at present; None when all is well.
-    `model` and `tuning` are None while the model is loading.
+    `model`, `tuning` and `queue` are None while the model is loading for the first time, `cache`
+    where there is none.
     """
 
     ready: bool
     live_workers: int
     loaded_workers: int
     total_workers: int
-    waiting_chunks: int = 0
+    draining: bool = False
+    busy_workers: int = 0
+    replaced_workers: int = 0
     failure: str | None = None
     model: ModelInfo | None = None
     tuning: Tuning | None = None
+    queue: QueueStatus | None = None
+    cache: CacheStatus | None = None
+
+
+@attrs.frozen
+class CanaryReport:
+    """How a small piece of real work fared; `reason` says why it was not answered."""
+
+    is_healthy: bool
+    elapsed_ms: float | None = None
+    reason: str | None = None
 
 
 class EmbeddingService(Protocol):
     """The engine as the doors use it."""
 
-    async def embed(self, texts: Sequence[str], heads: Heads) -> JobResult:
+    async def embed(
+        self, texts: Sequence[str], heads: Heads, *, timeout_seconds: float | None = None
+    ) -> JobResult:
         """Embed texts that passed `validate_texts`.
 
-        Cancelling the call removes its work that has not started.
+        Cancelling the call removes its work that has not started, and so does the deadline.
+
+        Args:
+            texts: what to embed.
+            heads: outputs that are wanted.
+            timeout_seconds: how long the caller waits; None leaves it to the server.
+
+        Raises:
+            UnavailableError: not ready, no worker is alive, the queue is full, or the deadline has
+                passed.
+            InvalidInputError: the model lacks one of `heads`, or the request can never fit.
+            InferenceError: the engine failed.
+        """
+        ...
+
+    async def canary(self) -> CanaryReport:
+        """Run a few tokens before all waiting work; a recent report is given again.
 
         Raises:
             UnavailableError: not ready, or no worker is alive.
-            InvalidInputError: the model lacks one of `heads`.
-            InferenceError: the engine failed.
         """
         ...
 

@@ -12,6 +12,7 @@ from .errors import (
     ConfigError,
     ContractError,
     CorruptFileError,
+    DeadlineExceededError,
     DownloadError,
     HeadUnavailableError,
     InferenceError,
@@ -21,12 +22,15 @@ from .errors import (
     NotReadyError,
     NoWorkersError,
     ProviderError,
+    QueueFullError,
+    RequestTooLargeError,
     SelfTestError,
     UnavailableError,
     UnsafeWeightsError,
 )
 from .pooling import l2_normalise, pool_colbert, pool_sparse, slice_dense, sparse_token_weights
 from .ports import Clock, GpuInfo, InferenceBackend, MemoryProbe, Telemetry, Tokenizer
+from .scheduling import QueuedText, ScheduledChunk, Scheduler
 from .scoring import (
     HeadWeights,
     PairScores,
@@ -63,6 +67,7 @@ __all__ = [
     "ContractError",
     "CorruptFileError",
     "CostModel",
+    "DeadlineExceededError",
     "DownloadError",
     "Embedder",
     "Embedding",
@@ -88,6 +93,11 @@ __all__ = [
     "PairScores",
     "Projection",
     "ProviderError",
+    "QueueFullError",
+    "QueuedText",
+    "RequestTooLargeError",
+    "ScheduledChunk",
+    "Scheduler",
     "SelfTestError",
     "SparseVector",
     "Telemetry",

@@ -11,10 +11,13 @@
     │   ├── ProviderError             an execution provider that was asked for is not there
     │   └── SelfTestError             the loaded model does not return what it must
     ├── InvalidInputError             the caller's input breaks a stated rule
-    │   └── HeadUnavailableError      the loaded model has no such head
-    ├── UnavailableError              the server cannot take work at the moment
+    │   ├── HeadUnavailableError      the loaded model has no such head
+    │   └── RequestTooLargeError      the request would not even fit an empty queue
+    ├── UnavailableError              the server cannot do the work at the moment
     │   ├── NotReadyError             models are still loading, or the server is stopping
-    │   └── NoWorkersError            no worker is alive
+    │   ├── NoWorkersError            no worker is alive
+    │   ├── QueueFullError            too much work is waiting
+    │   └── DeadlineExceededError     the work was not done within the time that the caller set
     └── InferenceError                the engine failed on work that was valid
         └── NonFiniteOutputError      a text's output holds NaN or infinity
 
@@ -78,8 +81,12 @@ class HeadUnavailableError(InvalidInputError):
     """The loaded model has no such head."""
 
 
+class RequestTooLargeError(InvalidInputError):
+    """The request would not even fit an empty queue: it has to be split."""
+
+
 class UnavailableError(BgeM3Error):
-    """The server cannot take work at the moment; trying again later is right."""
+    """The server cannot do the work at the moment; trying again later is right."""
 
 
 class NotReadyError(UnavailableError):
@@ -90,13 +97,28 @@ class NoWorkersError(UnavailableError):
     """No worker is alive."""
 
 
+class QueueFullError(UnavailableError):
+    """Too much work is waiting; there should be room again after `retry_after_seconds`."""
+
+    def __init__(self, message: str, *, retry_after_seconds: float) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class DeadlineExceededError(UnavailableError):
+    """The work was not done within the time that the caller set."""
+
+
 class InferenceError(BgeM3Error):
-    """The engine failed on work that was valid."""
+    """The engine failed on work that was valid.
 
-
-class NonFiniteOutputError(InferenceError):
-    """A text's output holds NaN or infinity: `index` is its place in the request, once known."""
+    `index` is the place in its request of the text that makes the engine fail, where that is known.
+    """
 
     def __init__(self, message: str, *, index: int | None = None) -> None:
         super().__init__(message)
         self.index = index
+
+
+class NonFiniteOutputError(InferenceError):
+    """A text's output holds NaN or infinity."""

@@ -323,11 +323,15 @@ def test_openapi_document(http):
         "/v1/models",
         "/v1/models/{model_id}",
         "/health",
+        "/health/deep",
+        "/ready",
         "/live",
     }
     for route in POST_ROUTES:
         operation = document["paths"][route]["post"]
-        assert set(operation["responses"]) == {"200", "400", "413", "415", "422", "500", "503"}
+        assert set(operation["responses"]) == {
+            *("200", "400", "413", "415", "422", "429", "500", "503", "504")
+        }
         for example in operation["requestBody"]["content"]["application/json"]["examples"].values():
             answer = http.post(route, json=example["value"])
             shown = operation["responses"]["200"]["content"]["application/json"]["example"]

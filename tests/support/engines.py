@@ -1,11 +1,14 @@
 """An `Engine` over the domain's fakes."""
 
+import contextlib
 import threading
 import time
 
 import attrs
-from bge_m3_server.app.engine import Engine, LoadedModel
+from bge_m3_server.app.engine import Engine, EngineSettings
+from bge_m3_server.app.loading import LoadedModel
 from bge_m3_server.app.service import ModelInfo, ProbeStatus, Tuning
+from bge_m3_server.app.supervisor import SupervisorSettings
 from bge_m3_server.domain import CostModel, NoTelemetry
 from bge_m3_server.domain.testing import FakeBackend, FakeTokenizer
 
@@ -27,16 +30,28 @@ def loaded_model(*backends, cost_model=None):
     )
 
 
-def engine_over(*backends, workers=2, telemetry=None, cost_model=None):
-    """An engine that is loaded and ready."""
+TICK = SupervisorSettings(tick_seconds=0.01)
+
+
+def engine_over(*backends, telemetry=None, cost_model=None, **settings):
+    """An engine that is loaded and ready, with a supervisor that looks around often."""
     engine = Engine(
         lambda: loaded_model(*backends, cost_model=cost_model),
-        workers,
+        EngineSettings(**{"supervisor": TICK, **settings}),
         telemetry or NoTelemetry(),
         time.monotonic,
     )
     engine.load()
     return engine
+
+
+@contextlib.contextmanager
+def stopping(engine):
+    """Stop the engine at the end."""
+    try:
+        yield engine
+    finally:
+        engine.stop()
 
 
 @attrs.define(eq=False)

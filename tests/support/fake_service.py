@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import attrs
 import numpy as np
 from bge_m3_server.app.service import (
+    CanaryReport,
     JobReport,
     JobResult,
     ModelInfo,
@@ -27,6 +28,8 @@ TUNING = Tuning(
     probe_status=ProbeStatus.DISABLED,
     memory_source="cgroup_v2",
 )
+
+HEALTHY = CanaryReport(is_healthy=True, elapsed_ms=1.5)
 
 LOADING = ServiceStatus(ready=False, live_workers=0, loaded_workers=0, total_workers=2)
 OK = ServiceStatus(
@@ -69,6 +72,8 @@ class FakeService:
     result: Callable[[int, str], Embedding] = lambda _index, _text: embedding()
     failure: Exception | None = None
     stuck: bool = False
+    canary_report: CanaryReport = HEALTHY
+    timeouts: list[float | None] = attrs.field(factory=list)
     calls: list[tuple[list[str], Heads]] = attrs.field(factory=list)
     entered: threading.Event = attrs.field(factory=threading.Event)
     abandoned: threading.Event = attrs.field(factory=threading.Event)
@@ -77,8 +82,16 @@ class FakeService:
         """Forget every script and record."""
         self.__init__()
 
-    async def embed(self, texts: Sequence[str], heads: Heads) -> JobResult:
+    async def canary(self) -> CanaryReport:
+        if self.failure is not None:
+            raise self.failure
+        return self.canary_report
+
+    async def embed(
+        self, texts: Sequence[str], heads: Heads, *, timeout_seconds: float | None = None
+    ) -> JobResult:
         self.calls.append((list(texts), heads))
+        self.timeouts.append(timeout_seconds)
         self.entered.set()
         if self.stuck:
             try:

@@ -69,7 +69,9 @@ def running_server(
     """Start a server on a free port and stop it at the end."""
     process = subprocess.Popen(
         [sys.executable, "-m", "bge_m3_server.app.cli", "serve"],
-        env=clean_environment(BGE_M3_BIND="127.0.0.1:0", **environment),
+        env=clean_environment(
+            **{"BGE_M3_BIND": "127.0.0.1:0", "BGE_M3_SHUTDOWN_GRACE_SECS": "0", **environment}
+        ),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -13,7 +13,7 @@ from ..service import EmbeddingService
 from .docs import openapi_config
 from .embedding_door import EmbeddingDoor
 from .errors import answer_error
-from .health import health, live
+from .health import deep_health, health, live, ready
 from .native import create_both_embeddings, create_sparse_embeddings
 from .openai import create_embeddings, get_model, list_models
 from .request_id import send_request_id
@@ -45,6 +45,8 @@ def create_app(
             list_models,
             get_model,
             health,
+            deep_health,
+            ready,
             live,
         ],
         dependencies={

@@ -11,7 +11,7 @@ from litestar.openapi import OpenAPIConfig, ResponseSpec
 from litestar.openapi.spec import Example, License, Operation, RequestBody, Tag
 
 from .api_page import ApiPage
-from .schemas import ErrorResponse, HealthReport
+from .schemas import DeepHealthReport, ErrorResponse, HealthReport, ReadyReport
 
 REQUEST_EXAMPLES: Mapping[str, Any] = {
     "one text": {"input": "What is BGE-M3?"},
@@ -51,7 +51,15 @@ MODEL_EXAMPLE: Mapping[str, Any] = {
 MODELS_EXAMPLE: Mapping[str, Any] = {"object": "list", "data": [MODEL_EXAMPLE]}
 HEALTH_EXAMPLE: Mapping[str, Any] = {
     "status": "ok",
-    "workers": {"live": 2, "total": 2},
+    "workers": {"live": 2, "total": 2, "busy": 1, "replaced": 0},
+    "queue": {
+        "waiting_texts": 3,
+        "waiting_tokens": 540,
+        "limit_tokens": 4194304,
+        "held_bytes": 61440,
+        "limit_bytes": 536870912,
+        "drain_tokens_per_second": 2100.0,
+    },
     "max_seq_length": 8192,
     "model": {"id": "bge-m3", "dimensions": 1024},
     "tuning": {
@@ -61,6 +69,9 @@ HEALTH_EXAMPLE: Mapping[str, Any] = {
         "probe_status": "disabled",
     },
 }
+
+READY_EXAMPLE: Mapping[str, Any] = {"status": "ready"}
+DEEP_HEALTH_EXAMPLE: Mapping[str, Any] = {"status": "ok", "elapsed_ms": 31.4}
 
 TRUNCATION_HEADER = ResponseHeader(
     name="x-truncated-inputs",
@@ -89,7 +100,11 @@ ERRORS: Mapping[int, ResponseSpec] = {
         "input[2] length 40000 exceeds maximum 32768 characters",
         param="input[2]",
     ),
-    413: _error(413, "The body is too long", "request body exceeds maximum 33554432 bytes"),
+    413: _error(
+        413,
+        "The body is too long, or the request would not fit an empty queue",
+        "request body exceeds maximum 33554432 bytes",
+    ),
     415: _error(415, "The body is not declared as JSON", "content-type 'text/plain'"),
     422: _error(
         422,
@@ -97,12 +112,30 @@ ERRORS: Mapping[int, ResponseSpec] = {
         "Expected `str | array`, got `int` - at `$.input`",
         param="input",
     ),
+    429: _error(
+        429,
+        "The queue is full; `retry-after` and `retry-after-ms` say when to come back",
+        "the queue is full: 4194000 of 4194304 tokens are taken; retry in 1.250 s",
+        "rate_limit_error",
+    ),
     500: _error(500, "The engine failed", "internal server error", "internal_error"),
     503: _error(503, "Not ready, or no worker is alive", "model not ready", "service_unavailable"),
+    504: _error(
+        504,
+        "The time set by `x-request-timeout-ms` or by the server has passed",
+        "the request was not finished within 2 s",
+        "timeout_error",
+    ),
 }
-NOT_READY: Mapping[int, ResponseSpec] = {
-    503: ResponseSpec(HealthReport, generate_examples=False, description="`loading` or `fail`")
-}
+
+
+def _down(report: type, description: str) -> Mapping[int, ResponseSpec]:
+    return {503: ResponseSpec(report, generate_examples=False, description=description)}
+
+
+NOT_READY = _down(ReadyReport, "`reason` says why")
+UNHEALTHY = _down(HealthReport, "`loading` or `fail`")
+DEEPLY_UNHEALTHY = _down(DeepHealthReport, "`loading` or `fail`")
 MODEL_ERRORS: Mapping[int, ResponseSpec] = {
     404: _error(
         404,

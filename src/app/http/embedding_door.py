@@ -8,7 +8,7 @@ import attrs
 from litestar import MediaType, Request, Response
 from litestar.exceptions import HTTPException
 
-from ...domain.errors import NotReadyError, NoWorkersError
+from ...domain.errors import InvalidInputError, NotReadyError, NoWorkersError
 from ...domain.ports import Clock, Telemetry
 from ...domain.types import Heads
 from ...domain.validation import replace_lone_surrogates, validate_texts
@@ -19,6 +19,9 @@ from .request_id import request_id
 from .request_log import log_completion, log_truncation
 
 T = TypeVar("T")
+
+TIMEOUT_HEADER = "x-request-timeout-ms"
+TIMEOUT_DIGITS = 10
 
 INLINE_ANSWER_NUMBERS = 8192
 """Answers of up to so many numbers are written on the event loop, in about 0.2 ms."""
@@ -72,12 +75,14 @@ class EmbeddingDoor:
         started = self.clock()
         texts = [texts] if isinstance(texts, str) else texts
         validate_texts(texts, self.max_batch)
+        timeout_seconds = _timeout_seconds(request)
         attributes: dict[str, str | int] = {
             "batch_size": len(texts),
             "request_id": request_id(request.scope),
         }
         with self.telemetry.request(route, attributes):
-            job = self.service.embed([replace_lone_surrogates(text) for text in texts], heads)
+            harmless = [replace_lone_surrogates(text) for text in texts]
+            job = self.service.embed(harmless, heads, timeout_seconds=timeout_seconds)
             result = await _unless_client_leaves(request, job)
             embedded = self.clock()
             if number_count(result) > INLINE_ANSWER_NUMBERS:
@@ -97,6 +102,21 @@ class EmbeddingDoor:
             log_truncation(request, route, result)
             headers["x-truncated-inputs"] = ",".join(map(str, result.truncated_indices))
         return Answer(body, headers)
+
+
+def _timeout_seconds(request: Request[Any, Any, Any]) -> float | None:
+    """How long the client says that it waits."""
+    raw = request.headers.get(TIMEOUT_HEADER)
+    if raw is None:
+        return None
+    is_number = raw.isascii() and raw.isdigit() and len(raw) <= TIMEOUT_DIGITS
+    if not is_number or int(raw) == 0:
+        raise InvalidInputError(
+            f"{TIMEOUT_HEADER}: {raw[:20]!r} is not a whole number of milliseconds between 1 and "
+            f"{10**TIMEOUT_DIGITS - 1}",
+            param=TIMEOUT_HEADER,
+        )
+    return int(raw) / 1e3
 
 
 async def _unless_client_leaves(request: Request[Any, Any, Any], work: Coroutine[Any, Any, T]) -> T:

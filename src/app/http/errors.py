@@ -1,6 +1,7 @@
 """From any exception to the one error envelope: the only place that knows both sides."""
 
 import logging
+import math
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -9,7 +10,15 @@ import attrs
 from litestar import MediaType, Request, Response
 from litestar.exceptions import HTTPException
 
-from ...domain.errors import InvalidInputError, NonFiniteOutputError, UnavailableError
+from ...domain.errors import (
+    DeadlineExceededError,
+    InferenceError,
+    InvalidInputError,
+    NonFiniteOutputError,
+    QueueFullError,
+    RequestTooLargeError,
+    UnavailableError,
+)
 from .request_id import request_id
 from .schemas import ErrorDetail, ErrorResponse
 
@@ -17,6 +26,10 @@ logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
 """Nobody reads this answer; the number is the one that proxies log for a client that left."""
+
+
+_DO_NOT_RETRY: Mapping[str, str] = {"x-should-retry": "false"}
+"""OpenAI's clients repeat a 5xx unless they are told not to; the text would fail again."""
 
 
 @attrs.frozen
@@ -35,17 +48,42 @@ def failure_of(error: Exception, method: str, path: str) -> Failure:
     """The caller's view of `error`; what is not meant for callers becomes a generic 500."""
     match error:
         case InvalidInputError():
-            return Failure(400, "invalid_request_error", str(error), error.param)
+            status = 413 if isinstance(error, RequestTooLargeError) else 400
+            return Failure(status, "invalid_request_error", str(error), error.param)
         case UnavailableError():
-            return Failure(503, "service_unavailable", str(error))
-        case NonFiniteOutputError():
-            place = "a text" if error.index is None else f"input[{error.index}]"
-            message = f"the model returned a non-finite embedding for {place}"
-            return Failure(500, "numerical_error", message)
+            return _unavailable(error)
+        case InferenceError() if error.index is not None or isinstance(error, NonFiniteOutputError):
+            return _failing_text(error)
         case HTTPException() if error.status_code < 500:  # noqa: PLR2004  the 5xx class begins here
             return _refused_by_framework(error, method, path)
         case _:
             return Failure(500, "internal_error", "internal server error")
+
+
+def _unavailable(error: UnavailableError) -> Failure:
+    if isinstance(error, QueueFullError):
+        headers = _retry_after(error.retry_after_seconds)
+        return Failure(429, "rate_limit_error", str(error), headers=headers)
+    if isinstance(error, DeadlineExceededError):  # a second try would take as long
+        return Failure(504, "timeout_error", str(error), headers=_DO_NOT_RETRY)
+    return Failure(503, "service_unavailable", str(error))
+
+
+def _failing_text(error: InferenceError) -> Failure:
+    place = "a text" if error.index is None else f"input[{error.index}]"
+    if isinstance(error, NonFiniteOutputError):
+        message = f"the model returned a non-finite embedding for {place}"
+        return Failure(500, "numerical_error", message, headers=_DO_NOT_RETRY)
+    message = f"the engine failed on {place}, again when it was alone"
+    return Failure(500, "internal_error", message, headers=_DO_NOT_RETRY)
+
+
+def _retry_after(seconds: float) -> Mapping[str, str]:
+    """For HTTP clients in whole seconds, for OpenAI's in milliseconds."""
+    return {
+        "retry-after": str(math.ceil(seconds)),
+        "retry-after-ms": str(math.ceil(seconds * 1e3)),
+    }
 
 
 def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[ErrorResponse]:

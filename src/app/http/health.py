@@ -1,16 +1,38 @@
-"""Liveness and readiness, from a snapshot: the engine is never asked to do anything."""
+"""Liveness, readiness and health from a snapshot, and deep health from real work.
+
+Only the last one asks the engine to do anything.
+"""
 
 from typing import Any
 
 import attrs
 from litestar import Response, get
 from litestar.di import NamedDependency
-from msgspec import UNSET
+from msgspec import UNSET, structs
 
+from ...domain.errors import UnavailableError
 from ..service import ServiceStatus, Tuning
-from .docs import HEALTH_EXAMPLE, NOT_READY, documented
+from .docs import (
+    DEEP_HEALTH_EXAMPLE,
+    DEEPLY_UNHEALTHY,
+    HEALTH_EXAMPLE,
+    NOT_READY,
+    READY_EXAMPLE,
+    UNHEALTHY,
+    documented,
+)
 from .embedding_door import EmbeddingDoor
-from .schemas import HealthReport, LiveReport, ModelHealth, TuningReport, WorkerCounts
+from .schemas import (
+    CacheReport,
+    DeepHealthReport,
+    HealthReport,
+    LiveReport,
+    ModelHealth,
+    QueueReport,
+    ReadyReport,
+    TuningReport,
+    WorkerCounts,
+)
 
 
 @get(
@@ -26,14 +48,31 @@ def live() -> LiveReport:
 
 
 @get(
-    "/health",
+    "/ready",
     summary="Readiness",
+    description="200 while work should be sent here; an unloaded model is ready.",
+    tags=["operations"],
+    responses=NOT_READY,
+    operation_class=documented(answer=READY_EXAMPLE),
+    sync_to_thread=False,
+)
+def ready(door: NamedDependency[EmbeddingDoor]) -> Response[ReadyReport]:
+    """Whether to send work here."""
+    reason = unready_reason(door.service.status())
+    if reason is None:
+        return Response(ReadyReport(status="ready"))
+    return Response(ReadyReport(status="not ready", reason=reason), status_code=503)
+
+
+@get(
+    "/health",
+    summary="Health",
     description=(
         "`loading` (503), `fail` (503: no worker is alive, or `reason`), `idle` (200: the next "
         "request loads the model again), `warn` (200: some workers are gone) or `ok` (200)."
     ),
     tags=["operations"],
-    responses=NOT_READY,
+    responses=UNHEALTHY,
     operation_class=documented(answer=HEALTH_EXAMPLE),
     sync_to_thread=False,
 )
@@ -44,21 +83,77 @@ def health(door: NamedDependency[EmbeddingDoor]) -> Response[HealthReport]:
     return Response(report, status_code=503 if is_down else 200)
 
 
+@get(
+    "/health/deep",
+    summary="Deep health",
+    description=(
+        "Embeds a few tokens before all waiting work, at most once in some seconds: `ok` or "
+        "`idle` (200), `loading` or `fail` (503)."
+    ),
+    tags=["operations"],
+    responses=DEEPLY_UNHEALTHY,
+    operation_class=documented(answer=DEEP_HEALTH_EXAMPLE),
+)
+async def deep_health(door: NamedDependency[EmbeddingDoor]) -> Response[DeepHealthReport]:
+    """Whether real work is answered."""
+    status = door.service.status()
+    state = health_report(status).status
+    try:
+        report = await door.service.canary()
+    except UnavailableError as error:
+        return Response(
+            DeepHealthReport(status="fail" if status.ready else "loading", reason=str(error)),
+            status_code=503,
+        )
+    if not report.is_healthy:
+        return Response(
+            DeepHealthReport(status="fail", reason=report.reason or UNSET), status_code=503
+        )
+    return Response(
+        DeepHealthReport(
+            status="idle" if state == "idle" else "ok",
+            elapsed_ms=UNSET if report.elapsed_ms is None else report.elapsed_ms,
+            reason=report.reason or UNSET,
+        )
+    )
+
+
+def unready_reason(status: ServiceStatus) -> str | None:
+    """Why no work should be sent here; None when it should."""
+    if status.draining:
+        return "the server is stopping"
+    if not status.ready:
+        return "the model is loading"
+    if status.failure is not None:
+        return status.failure
+    if status.live_workers == 0:
+        return "no worker is alive"
+    return None
+
+
 def health_report(status: ServiceStatus) -> HealthReport:
     """State and figures of a snapshot."""
-    if not status.ready:
+    if not status.ready and not status.draining:
         return HealthReport(status="loading")
-    workers = WorkerCounts(status.live_workers, status.total_workers)
+    counts = WorkerCounts(live=status.live_workers, total=status.total_workers)
+    if status.queue:
+        counts = structs.replace(counts, busy=status.busy_workers, replaced=status.replaced_workers)
+    report = HealthReport(
+        status="fail",
+        workers=counts,
+        queue=QueueReport(**attrs.asdict(status.queue)) if status.queue else UNSET,
+        cache=CacheReport(**attrs.asdict(status.cache)) if status.cache else UNSET,
+    )
+    if reason := _stopping(status) or status.failure:
+        return structs.replace(report, reason=reason)
     if status.live_workers == 0:
-        return HealthReport(status="fail", workers=workers)
-    if status.failure is not None:
-        return HealthReport(status="fail", workers=workers, reason=status.failure)
+        return report
     if status.loaded_workers == 0:
-        return HealthReport(status="idle", workers=workers)
+        return structs.replace(report, status="idle")
     model = status.model
-    return HealthReport(
+    return structs.replace(
+        report,
         status="warn" if status.live_workers < status.total_workers else "ok",
-        workers=workers,
         max_seq_length=UNSET if model is None else model.max_tokens,
         model=UNSET
         if model is None
@@ -67,6 +162,10 @@ def health_report(status: ServiceStatus) -> HealthReport:
         ),
         tuning=_tuning(status.tuning),
     )
+
+
+def _stopping(status: ServiceStatus) -> str | None:
+    return "the server is stopping" if status.draining else None
 
 
 def _tuning(tuning: Tuning | None) -> TuningReport:

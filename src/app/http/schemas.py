@@ -135,11 +135,33 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     data: list[ModelCard]
 
 
-class WorkerCounts(msgspec.Struct, frozen=True):
-    """Workers that run, of those configured."""
+class WorkerCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Workers that are alive, of those configured; `replaced` counts those that died or hung."""
 
     live: int
     total: int
+    busy: int | UnsetType = UNSET
+    replaced: int | UnsetType = UNSET
+
+
+class QueueReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Work that waits, the bounds beyond which more is refused, and how fast it is done."""
+
+    waiting_texts: int
+    waiting_tokens: int
+    limit_tokens: int
+    held_bytes: int
+    limit_bytes: int
+    drain_tokens_per_second: float | None = None
+
+
+class CacheReport(msgspec.Struct, frozen=True):
+    """Texts that were, and were not, in the result cache; and how full it is."""
+
+    hits: int
+    misses: int
+    held_bytes: int
+    limit_bytes: int
 
 
 class ModelHealth(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,10 +191,27 @@ class HealthReport(msgspec.Struct, frozen=True, kw_only=True):
 
     status: Literal["loading", "fail", "idle", "warn", "ok"]
     workers: WorkerCounts | UnsetType = UNSET
+    queue: QueueReport | UnsetType = UNSET
+    cache: CacheReport | UnsetType = UNSET
     reason: str | UnsetType = UNSET
     max_seq_length: int | UnsetType = UNSET
     model: ModelHealth | UnsetType = UNSET
     tuning: TuningReport | UnsetType = UNSET
+
+
+class ReadyReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether to send work here, and why not."""
+
+    status: Literal["ready", "not ready"]
+    reason: str | UnsetType = UNSET
+
+
+class DeepHealthReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How a small piece of real work fared just now."""
+
+    status: Literal["loading", "fail", "idle", "ok"]
+    elapsed_ms: float | UnsetType = UNSET
+    reason: str | UnsetType = UNSET
 
 
 class LiveReport(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ import contextlib
 
 import numpy as np
 import pytest
-from bge_m3_server.app.engine import Engine
+from bge_m3_server.app.engine import Engine, EngineSettings
 from bge_m3_server.domain import (
     CostModel,
     Embedder,
@@ -14,23 +14,14 @@ from bge_m3_server.domain import (
     NonFiniteOutputError,
     NoTelemetry,
     NotReadyError,
-    NoWorkersError,
     SelfTestError,
 )
 from bge_m3_server.domain.testing import FakeBackend, FakeClock, FakeTokenizer, RecordingTelemetry
 from bge_m3_server.domain.types import Heads
 
-from tests.support.engines import GatedBackend, engine_over, loaded_model
+from tests.support.engines import GatedBackend, engine_over, loaded_model, stopping
 
 TEXTS = [f"text number {number} " + "word " * (number % 7) for number in range(40)]
-
-
-@contextlib.contextmanager
-def stopping(engine):
-    try:
-        yield engine
-    finally:
-        engine.stop()
 
 
 def test_results_are_those_of_the_embedder_in_input_order():
@@ -74,7 +65,9 @@ def test_many_requests_at_once_get_their_own_answers():
 
 def test_a_request_before_the_model_is_loaded_is_refused():
     """Nothing waits for a model that may never come."""
-    engine = Engine(lambda: loaded_model(FakeBackend()), 2, NoTelemetry(), FakeClock())
+    engine = Engine(
+        lambda: loaded_model(FakeBackend()), EngineSettings(), NoTelemetry(), FakeClock()
+    )
 
     assert not engine.status().ready
     assert engine.status().model is None
@@ -217,31 +210,6 @@ def test_stopping_finishes_what_is_queued():
         asyncio.run(engine.embed(["late"], Heads.DENSE))
 
 
-def test_when_the_last_worker_dies_waiting_requests_fail_with_a_reason():
-    """A dead pool answers; neither running nor queued requests wait for ever."""
-    backend = GatedBackend()
-    engine = engine_over(backend, workers=1)
-    backend.guarded = True
-    backend.error = SystemExit("worker killed")
-
-    async def ask():
-        first = asyncio.create_task(engine.embed(["first"], Heads.DENSE))
-        await asyncio.to_thread(backend.waiting.acquire)
-        second = asyncio.create_task(engine.embed(["second"], Heads.DENSE))
-        while engine.status().waiting_chunks == 0:  # noqa: ASYNC110  another thread puts it there
-            await asyncio.sleep(0.001)
-        backend.gate.set()
-        return await asyncio.gather(first, second, return_exceptions=True)
-
-    first, second = asyncio.run(ask())
-
-    assert isinstance(first, InferenceError)
-    assert isinstance(second, NoWorkersError)
-    assert engine.status().live_workers == 0
-    with pytest.raises(NoWorkersError, match="no workers available"):
-        asyncio.run(engine.embed(["third"], Heads.DENSE))
-
-
 def test_every_chunk_is_traced_with_its_estimate():
     """Chunk spans carry shape and estimated bytes."""
     telemetry = RecordingTelemetry()
@@ -257,7 +225,7 @@ def test_every_chunk_is_traced_with_its_estimate():
 def test_a_model_that_fails_its_self_test_never_gets_ready():
     """A model that gives NaN stops the start."""
     backend = FakeBackend(error=InferenceError("no kernel"))
-    engine = Engine(lambda: loaded_model(backend), 2, NoTelemetry(), FakeClock())
+    engine = Engine(lambda: loaded_model(backend), EngineSettings(), NoTelemetry(), FakeClock())
 
     with pytest.raises(SelfTestError, match="no kernel"):
         engine.load()

@@ -1,0 +1,156 @@
+"""A server over a fake model that takes time, and clients that check every answer.
+
+The fake's vectors follow from the text alone: an answer that was lost, doubled or mixed up shows.
+"""
+
+import asyncio
+import contextlib
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import attrs
+import numpy as np
+from bge_m3_server.app.engine import Engine, EngineSettings
+from bge_m3_server.app.http.application import HttpLimits, create_app
+from bge_m3_server.domain import CostModel, Embedder, NoTelemetry
+from bge_m3_server.domain.testing import FakeBackend, FakeTokenizer
+from bge_m3_server.domain.types import Floats, TokenBatch
+
+from tests.support.engines import TICK, loaded_model
+from tests.support.fault_backend import FaultBackend
+from tests.support.serve import Address, serve
+
+TYPED_ERRORS = {429, 500, 503, 504}
+
+
+class ForgetfulBackend(FaultBackend):
+    """Keeps no record of its runs, for tests that last."""
+
+    def run(self, batch: TokenBatch, outputs: Sequence[str]) -> Mapping[str, Floats]:
+        """As usual, without the record."""
+        answer = FaultBackend.run(self, batch, outputs)
+        self.runs.clear()
+        return answer
+
+
+@contextlib.contextmanager
+def served_engine(
+    backend: FaultBackend, cost_model: CostModel, **settings: float
+) -> Iterator[tuple[Engine, Address]]:
+    """A real HTTP server over `backend`; hanging runs are released at the end."""
+    engine = Engine(
+        lambda: loaded_model(backend, cost_model=cost_model),
+        EngineSettings(**{"supervisor": TICK, **settings}),
+        NoTelemetry(),
+        time.monotonic,
+    )
+    engine.load()
+    app = create_app(engine, HttpLimits(256, 1 << 25), NoTelemetry(), "0", time.monotonic)
+    try:
+        with serve(app) as address:
+            yield engine, address
+    finally:
+        backend.released.set()
+        engine.stop()
+
+
+@attrs.define
+class Client:
+    """One keep-alive connection; requests follow one another."""
+
+    address: Address
+    reader: asyncio.StreamReader | None = None
+    writer: asyncio.StreamWriter | None = None
+
+    async def ask(self, method: str, path: str, body: object = None) -> tuple[int, dict, bytes]:
+        """Status, headers and body; `ConnectionError` when the server hangs up."""
+        if self.writer is None:
+            self.reader, self.writer = await asyncio.open_connection(
+                self.address.host, self.address.port
+            )
+        content = b"" if body is None else json.dumps(body).encode()
+        self.writer.write(
+            f"{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(content)}\r\n\r\n".encode()
+            + content
+        )
+        head = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
+        answer = await self.reader.readexactly(int(headers["content-length"]))
+        return int(head[0].split()[1]), headers, answer
+
+    async def embed(self, texts: list[str]) -> tuple[int, list]:
+        """Status, and the vectors of a 200."""
+        status, _, answer = await self.ask("POST", "/v1/embeddings", {"input": texts})
+        if status != 200:
+            return status, []
+        return status, [item["embedding"] for item in json.loads(answer)["data"]]
+
+    def close(self) -> None:
+        """Hang up."""
+        if self.writer:
+            self.writer.close()
+
+
+class Corpus:
+    """Texts of mixed length and the vectors they must get."""
+
+    def __init__(self, count: int, lengths: tuple[int, ...], seed: int = 7) -> None:
+        chance = random.Random(seed)
+        self.texts = [
+            f"text {number} " + "word " * (chance.choice(lengths) - 4) for number in range(count)
+        ]
+        alone = Embedder(FakeTokenizer(), FakeBackend(), CostModel.conservative())
+        self.vectors = [alone.embed([text])[0].dense for text in self.texts]
+        self._chance = chance
+
+    def pick(self, count: int) -> list[int]:
+        """So many places, by chance."""
+        return self._chance.choices(range(len(self.texts)), k=count)
+
+    def is_right(self, places: list[int], vectors: list) -> bool:
+        """Whether each text got its own vector."""
+        return len(places) == len(vectors) and all(
+            np.allclose(self.vectors[place], vector, atol=1e-6)
+            for place, vector in zip(places, vectors, strict=True)
+        )
+
+
+@attrs.define
+class Tally:
+    """What clients saw."""
+
+    answers: Counter = attrs.field(factory=Counter)
+    wrong: int = 0
+    resets: int = 0
+    texts: int = 0
+    seconds: list[float] = attrs.field(factory=list)
+
+    def percentile(self, percent: float) -> float:
+        """Seconds within which so many percent of the requests were answered."""
+        return float(np.percentile(self.seconds, percent))
+
+
+async def closed_loop(
+    address: Address, corpus: Corpus, tally: Tally, until: float, texts_per_request: int = 1
+) -> None:
+    """Ask again as soon as the answer is there."""
+    client = Client(address)
+    while time.monotonic() < until:
+        places = corpus.pick(texts_per_request)
+        started = time.monotonic()
+        try:
+            status, vectors = await client.embed([corpus.texts[place] for place in places])
+        except (ConnectionError, asyncio.IncompleteReadError):
+            tally.resets += 1
+            client = Client(address)
+            continue
+        tally.seconds.append(time.monotonic() - started)
+        tally.answers[status] += 1
+        if status == 200:
+            tally.texts += len(places)
+            tally.wrong += not corpus.is_right(places, vectors)
+    client.close()

@@ -1,0 +1,72 @@
+"""How fast chunks have run lately, and what follows from it."""
+
+import attrs
+
+from ..domain.scheduling import EFFICIENT_POSITIONS
+from .jobs import Task
+
+MAX_CHUNK_SECONDS = 0.5
+"""Longer chunks make short requests wait, and hardly raise the throughput of a busy engine."""
+
+TOP_UP_SECONDS = 0.1
+"""So long may short requests be held up by a long one that has had its share."""
+
+_WEIGHT = 0.2
+_PATIENCE = 20
+"""A chunk that takes so many times as long as expected hangs. Attention makes one of 8192 tokens
+about twice as slow per token as a short one; the rest is room for a busy machine."""
+
+
+@attrs.frozen
+class Passed:
+    """Totals over all chunks that succeeded."""
+
+    chunks: int = 0
+    texts: int = 0
+    tokens: int = 0
+    positions: int = 0
+    seconds: float = 0.0
+
+
+@attrs.define
+class Pace:
+    """Moving averages over successful chunks; not safe to share between threads."""
+
+    seconds_per_position: float | None = attrs.field(default=None, init=False)
+    seconds_per_token: float | None = attrs.field(default=None, init=False)
+    passed: Passed = attrs.field(factory=Passed, init=False)
+
+    def record(self, task: Task, seconds: float) -> None:
+        """Take one more chunk into account."""
+        seconds = max(seconds, 1e-6)  # clocks have a resolution
+        self.seconds_per_position = _moved(self.seconds_per_position, seconds / task.positions)
+        self.seconds_per_token = _moved(self.seconds_per_token, seconds / task.tokens)
+        self.passed = Passed(
+            chunks=self.passed.chunks + 1,
+            texts=self.passed.texts + len(task.rows),
+            tokens=self.passed.tokens + task.tokens,
+            positions=self.passed.positions + task.positions,
+            seconds=self.passed.seconds + seconds,
+        )
+
+    def position_limit(self, waiting_tokens: int, free_workers: int) -> int | None:
+        """Positions of the next chunk, so that it ends soon and leaves work for free workers."""
+        limits = [] if free_workers <= 1 else [-(-waiting_tokens // free_workers)]
+        if self.seconds_per_position is not None:
+            limits.append(int(MAX_CHUNK_SECONDS / self.seconds_per_position))
+        return max(min(limits), EFFICIENT_POSITIONS) if limits else None
+
+    def top_up_positions(self) -> int:
+        """Up to so many, a chunk may hold texts that are not due."""
+        if self.seconds_per_position is None:
+            return EFFICIENT_POSITIONS
+        return max(int(TOP_UP_SECONDS / self.seconds_per_position), EFFICIENT_POSITIONS)
+
+    def hang_seconds(self, task: Task, minimum: float) -> float:
+        """From then on a chunk that has not ended is taken for hanging."""
+        expected = task.positions * (self.seconds_per_position or 0.0)
+        return max(minimum, _PATIENCE * expected)
+
+
+def _moved(average: float | None, value: float) -> float:
+    return value if average is None else average + _WEIGHT * (value - average)

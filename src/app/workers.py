@@ -1,0 +1,275 @@
+"""Worker threads: each takes the next chunk, runs it, and hands results or failure back."""
+
+import logging
+import threading
+
+import attrs
+
+from ..domain.cost_model import CostModel
+from ..domain.embedder import embed_chunk
+from ..domain.errors import (
+    InferenceError,
+    NonFiniteOutputError,
+    NotReadyError,
+    UnavailableError,
+)
+from ..domain.ports import Clock, InferenceBackend, Telemetry
+from ..domain.types import Embedding
+from .jobs import Job, Task
+from .loading import LoadedModel
+from .pace import Passed
+from .work_queue import WorkQueue
+
+logger = logging.getLogger(__name__)
+
+
+@attrs.define(eq=False)
+class _Worker:
+    """A thread and what it runs; once `is_retired`, nobody listens to it any more.
+
+    `place` chooses the backend and is inherited by a replacement; `serial` is its own.
+    """
+
+    place: int
+    serial: int
+    thread: threading.Thread = attrs.field(init=False)
+    task: Task | None = None
+    started_at: float = 0.0
+    hang_seconds: float = 0.0
+    is_retired: bool = False
+
+
+@attrs.frozen
+class PoolStatus:
+    """A snapshot. `idle_since`: when the last request ended; None while there is work."""
+
+    live_workers: int
+    busy_workers: int
+    replaced_workers: int
+    waiting_texts: int
+    waiting_tokens: int
+    tokens_per_second: float | None
+    failures_in_a_row: int
+    non_finite_in_a_row: int
+    idle_since: float | None
+    has_work: bool
+    passed: Passed
+
+
+class WorkerPool:
+    """A fixed number of threads over one queue; every method may be called from any thread."""
+
+    def __init__(
+        self, workers: int, hang_seconds: float, telemetry: Telemetry, clock: Clock
+    ) -> None:
+        self._size = workers
+        self._hang_seconds = hang_seconds
+        self._telemetry = telemetry
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._queue = WorkQueue(clock)
+        self._workers: list[_Worker] = []
+        self._started = 0
+        self._replaced = 0
+        self._model: LoadedModel | None = None
+        self._is_draining = False
+        self._refusal: UnavailableError | None = None
+
+    def attach(self, model: LoadedModel) -> None:
+        """Let the workers run on `model`; start those that are missing."""
+        with self._changed:
+            self._model = model
+            self._queue.trust_again()
+            self._start_missing()
+            self._changed.notify_all()
+
+    def detach(self) -> None:
+        """Take the model away: chunks that run go on, all others wait."""
+        with self._changed:
+            self._model = None
+
+    def set_cost_model(self, cost_model: CostModel) -> None:
+        """From the next chunk on, this decides what fits; needs no lock."""
+        self._queue.set_cost_model(cost_model)
+
+    def submit(self, job: Job, deadline: float | None = None) -> int:
+        """Queue a job; returns the number by which `forget` knows it.
+
+        Raises:
+            UnavailableError: the workers have ended.
+        """
+        with self._changed:
+            if self._refusal:
+                raise self._refusal
+            number = self._queue.submit(job, deadline)
+            self._changed.notify_all()
+            return number
+
+    def forget(self, number: int) -> None:
+        """Drop a job that is over or abandoned; what is queued of it is gone at once."""
+        with self._changed:
+            self._queue.forget(number)
+            if not self._queue.has_jobs:
+                self._changed.notify_all()
+
+    def status(self) -> PoolStatus:
+        """The present state, at once."""
+        with self._changed:
+            queue, live = self._queue, len(self._workers)
+            pace = queue.pace.seconds_per_token
+            return PoolStatus(
+                live_workers=live,
+                busy_workers=live - self._free_workers(),
+                replaced_workers=self._replaced,
+                waiting_texts=queue.scheduler.waiting_texts,
+                waiting_tokens=queue.scheduler.waiting_tokens,
+                tokens_per_second=live / pace if pace and live else None,
+                failures_in_a_row=queue.failures_in_a_row,
+                non_finite_in_a_row=queue.non_finite_in_a_row,
+                idle_since=None if queue.has_jobs else queue.last_job_ended_at,
+                has_work=queue.has_jobs,
+                passed=queue.pace.passed,
+            )
+
+    def replace_hung(self) -> None:
+        """Give up on workers whose chunk takes far too long, and start others in their place."""
+        with self._changed:
+            now = self._clock()
+            for worker in list(self._workers):
+                ran_for = now - worker.started_at
+                if worker.task is None or ran_for <= worker.hang_seconds:
+                    continue
+                logger.error(
+                    "worker hangs and is replaced",
+                    extra={"fields": {"worker": worker.place, "seconds": round(ran_for, 3)}},
+                )
+                error = InferenceError(f"no answer within {worker.hang_seconds:.3g} s")
+                self._lose(worker, error)
+
+    def drain(self) -> None:
+        """Let the workers finish what is queued, then end."""
+        with self._changed:
+            self._is_draining = True
+            self._changed.notify_all()
+
+    def abort(self, error: UnavailableError) -> None:
+        """Answer every job, present or to come, with `error` and let the workers end."""
+        with self._changed:
+            self._is_draining, self._refusal = True, error
+            self._queue.fail_all(error)
+            for worker in self._workers:
+                worker.is_retired = True
+            self._workers.clear()
+            self._changed.notify_all()
+
+    def join(self) -> None:
+        """Wait until no worker is left that has not been given up."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._workers)
+
+    def _free_workers(self) -> int:
+        return sum(worker.task is None for worker in self._workers)
+
+    def _start_missing(self) -> None:
+        taken = {worker.place for worker in self._workers}
+        for place in set(range(self._size)) - taken:
+            worker = _Worker(place, self._started)
+            worker.thread = threading.Thread(
+                target=self._work, args=(worker,), name=f"worker-{place}", daemon=True
+            )
+            self._started += 1
+            self._workers.append(worker)
+            worker.thread.start()
+
+    def _work(self, worker: _Worker) -> None:
+        try:
+            while self._run_next(worker):
+                pass
+        except BaseException:
+            logger.exception("worker died and is replaced")
+            with self._changed:
+                if not worker.is_retired:
+                    self._lose(worker, InferenceError("the worker died"))
+
+    def _run_next(self, worker: _Worker) -> bool:
+        """Wait for a chunk and run it; False when the worker shall end."""
+        taken = self._take(worker)
+        if taken is None:
+            return False
+        task, backend = taken
+        context = task.rows[0][0].context.copy()  # one context cannot be entered twice at once
+        arguments = task.texts, task.heads, backend, self._telemetry, task.estimated_bytes
+        try:
+            outcomes = context.run(embed_chunk, *arguments)
+        except Exception as error:  # noqa: BLE001  whatever it is, the texts get another chance
+            self._fail(worker, task, error)
+        else:
+            self._finish(worker, task, outcomes)
+        return True
+
+    def _take(self, worker: _Worker) -> tuple[Task, InferenceBackend] | None:
+        """Wait for the next chunk; None when the worker shall end."""
+        with self._changed:
+            while not worker.is_retired:
+                if self._model and (
+                    task := self._queue.next_task(worker.serial, self._free_workers())
+                ):
+                    return self._begin(worker, task), self._backend(worker, self._model)
+                if self._is_draining and not self._queue.has_jobs:
+                    self._workers.remove(worker)
+                    self._refusal = NotReadyError("the server is stopping")
+                    self._changed.notify_all()
+                    return None
+                self._changed.wait()
+            return None
+
+    def _begin(self, worker: _Worker, task: Task) -> Task:
+        worker.task = task
+        worker.started_at = self._clock()
+        worker.hang_seconds = self._queue.pace.hang_seconds(task, self._hang_seconds)
+        for job in task.jobs:
+            waited = worker.started_at - job.submitted_at
+            job.queue_wait_seconds = max(job.queue_wait_seconds, waited)
+        if self._queue.has_retries:  # kept from a worker that is now the only free one
+            self._changed.notify_all()
+        return task
+
+    def _backend(self, worker: _Worker, model: LoadedModel) -> InferenceBackend:
+        return model.backends[worker.place % len(model.backends)]
+
+    def _finish(
+        self, worker: _Worker, task: Task, outcomes: list[Embedding | NonFiniteOutputError]
+    ) -> None:
+        with self._changed:
+            if not worker.is_retired:
+                worker.task = None
+                self._queue.succeeded(task, outcomes, self._clock() - worker.started_at)
+
+    def _fail(self, worker: _Worker, task: Task, error: Exception) -> None:
+        logger.error(
+            "a chunk failed",
+            exc_info=error,
+            extra={
+                "fields": {
+                    "worker": worker.place,
+                    "texts": len(task.rows),
+                    "max_chunk_seq": task.max_tokens,
+                    "failures": task.failures + 1,
+                }
+            },
+        )
+        with self._changed:
+            if not worker.is_retired:
+                worker.task = None
+                self._queue.failed(task, error, worker.serial)
+                self._changed.notify_all()
+
+    def _lose(self, worker: _Worker, error: InferenceError) -> None:
+        """Retire a worker, save its chunk, and put another one in its place."""
+        task, worker.task, worker.is_retired = worker.task, None, True
+        self._workers.remove(worker)
+        self._replaced += 1
+        if task:
+            self._queue.failed(task, error, worker.serial)
+        self._start_missing()
+        self._changed.notify_all()

@@ -1,0 +1,126 @@
+"""A server process from its first second to its exit, seen by load balancers and clients."""
+
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.preview_fixture import preview_cache_dir
+from tests.support.server_process import post, running_server
+
+LONG_WORK = {"input": ["many words " * 400] * 256}
+
+
+@pytest.fixture(scope="module")
+def preview():
+    """Settings of a server with the preview model and one worker."""
+    return {
+        "BGE_M3_MODEL": "preview",
+        "BGE_M3_CACHE_DIR": str(preview_cache_dir()),
+        "BGE_M3_LOG_FORMAT": "json",
+        "BGE_M3_WORKERS": "1",
+    }
+
+
+def until(condition, timeout_seconds=30):
+    """Wait for what another process does."""
+    deadline = time.monotonic() + timeout_seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def status_of(server, path):
+    return httpx.get(server.url + path).status_code
+
+
+def is_busy(server):
+    health = httpx.get(f"{server.url}/health").json()
+    return health["workers"]["busy"] and health["queue"]["waiting_texts"]
+
+
+def test_readiness_falls_before_the_listener_closes(preview):
+    """During the grace period load balancers are told to look elsewhere, and nobody is refused."""
+    with running_server({**preview, "BGE_M3_SHUTDOWN_GRACE_SECS": "2"}) as server:
+        assert (status_of(server, "/ready"), status_of(server, "/health")) == (200, 200)
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: status_of(server, "/ready") == 503)
+
+        assert httpx.get(f"{server.url}/ready").json()["reason"] == "the server is stopping"
+        assert status_of(server, "/health") == 503
+        assert status_of(server, "/live") == 200
+        assert post(server, "/v1/embeddings", {"input": "still served"}).status_code == 200
+        assert server.process.wait(timeout=30) == 0
+
+
+@pytest.mark.parametrize("way", ["second signal", "drain limit"])
+def test_a_stop_cut_short_answers_everybody(preview, way):
+    """Work that cannot be finished gets 503 instead of a reset, and the exit code tells."""
+    limit = "60" if way == "second signal" else "1"
+    with (
+        running_server({**preview, "BGE_M3_DRAIN_TIMEOUT_SECS": limit}) as server,
+        ThreadPoolExecutor() as threads,
+    ):
+        waiting = [
+            threads.submit(post, server, "/v1/embeddings", body)
+            for body in (LONG_WORK, {"input": "short " * 300})
+        ]
+        until(lambda: is_busy(server))
+        server.process.send_signal(signal.SIGTERM)
+        if way == "second signal":
+            server.wait_for_log("Stopping: not ready any more")
+            server.process.send_signal(signal.SIGTERM)
+
+        answers = [answer.result(timeout=30) for answer in waiting]
+        assert answers[0].status_code == 503
+        assert answers[0].json()["error"]["message"] == "the server is stopping"
+        assert answers[1].status_code in {200, 503}
+        assert server.process.wait(timeout=30) == 3
+
+
+def test_a_client_that_closes_its_socket_frees_the_queue(preview):
+    """What nobody waits for any more is not computed."""
+    with running_server(preview) as server:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/embeddings", json=LONG_WORK, timeout=1)
+        until(lambda: not is_busy(server), timeout_seconds=10)
+
+        queue = httpx.get(f"{server.url}/health").json()["queue"]
+        assert (queue["waiting_texts"], queue["held_bytes"]) == (0, 0)
+
+
+def test_a_deadline_is_a_504(preview):
+    """A client that says how long it waits is told in time, with nothing left behind."""
+    with running_server(preview) as server:
+        answer = post(server, "/v1/embeddings", LONG_WORK, headers={"x-request-timeout-ms": "300"})
+
+        assert answer.status_code == 504
+        assert answer.json()["error"]["type"] == "timeout_error"
+        assert httpx.get(f"{server.url}/health").json()["queue"]["waiting_texts"] == 0
+
+
+def test_an_idle_server_gives_its_memory_back_and_answers_all_the_same(preview):
+    """The model leaves the process's memory, health stays 200, and a burst reloads it once."""
+    with running_server({**preview, "BGE_M3_IDLE_TIMEOUT_SECS": "2"}) as server:
+        text = {"input": "before"}
+        before = post(server, "/v1/embeddings", text).json()
+        loaded_bytes = resident_bytes(server)
+        until(lambda: httpx.get(f"{server.url}/health").json()["status"] == "idle")
+
+        assert status_of(server, "/ready") == 200
+        assert httpx.get(f"{server.url}/health/deep").json()["status"] == "idle"
+        assert loaded_bytes - resident_bytes(server) > 50 * 1024**2
+        with ThreadPoolExecutor(8) as threads:
+            burst = [threads.submit(post, server, "/v1/embeddings", text) for _ in range(8)]
+            answers = [answer.result().json() for answer in burst]
+        assert all(answer["usage"] == before["usage"] for answer in answers)
+        assert sum("Reloaded the model" in line for line in server.log) == 1
+
+
+def resident_bytes(server):
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    (line,) = [line for line in status.splitlines() if line.startswith("VmRSS")]
+    return int(line.split()[1]) * 1024
