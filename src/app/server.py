@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
@@ -62,7 +63,7 @@ def serve(config: Config, container: Container) -> int:
             server.should_exit = True
 
     loader = threading.Thread(target=load, name="loader", daemon=True)
-    loader.start()
+    server.on_listening = loader.start
     try:
         server.run()
     except SystemExit:  # uvicorn has logged why it cannot listen
@@ -96,6 +97,7 @@ class DrainingServer(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self.exit_code = 0
+        self.on_listening: Callable[[], None] = lambda: None
         self._engine = engine
         self._grace_seconds = grace_seconds
         self._drain_seconds = drain_seconds
@@ -106,6 +108,11 @@ class DrainingServer(uvicorn.Server):
         """Serve until told to stop."""
         self._loop = asyncio.get_running_loop()
         await super().serve(sockets)
+
+    async def main_loop(self) -> None:
+        """Wait for the end; only from here on does uvicorn stop as it should when told to."""
+        self.on_listening()
+        await super().main_loop()
 
     def handle_exit(self, sig: int, _: FrameType | None) -> None:
         """Called by the signal, amid anything: the loop does the work."""

@@ -6,7 +6,7 @@ import time
 import attrs
 import numpy as np
 import pytest
-from bge_m3_server.app.engine import Engine
+from bge_m3_server.app.engine import Engine, EngineSettings
 from bge_m3_server.domain import CostModel, Embedder, NoTelemetry
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,7 +35,7 @@ def alone(model):
 def engine(model):
     """A real engine whose small budget spreads a request over chunks and workers."""
     small = attrs.evolve(model, cost_model=CostModel(1.0, 0.0, 120))
-    engine = Engine(lambda: small, 3, NoTelemetry(), time.monotonic)
+    engine = Engine(lambda: small, EngineSettings(workers=3), NoTelemetry(), time.monotonic)
     engine.load()
     yield engine
     engine.stop()
