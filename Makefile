@@ -12,14 +12,14 @@ MAKEFLAGS += --jobs=2
 .PHONY: run test parity equivalence-real lint format clean
 
 run: $(VENV)/run.stamp
-	BGE_M3_MODEL=preview BGE_M3_CACHE_DIR=$(CACHE) BGE_M3_BIND=$(BIND) BGE_M3_LOG_FORMAT=text $(VENV)/bin/bge-m3-server serve
+	exec env BGE_M3_MODEL=preview BGE_M3_CACHE_DIR=$(CACHE) BGE_M3_BIND=$(BIND) BGE_M3_LOG_FORMAT=text $(VENV)/bin/bge-m3-server serve
 
 test: $(VENV)/test.stamp $(REFERENCE_VENV)/stamp
 	REFERENCE_VENV=$(REFERENCE_VENV) $(VENV)/bin/python -m pytest --cov --cov-report=term:skip-covered $(PYTEST_ARGS)
 
 # The parity table of docs/parity.md: on the random checkpoints, and on BGE-M3 itself.
-parity: $(VENV)/test.stamp
-	$(VENV)/bin/python -m tests.equivalence.parity
+parity: $(VENV)/test.stamp $(REFERENCE_VENV)/stamp
+	REFERENCE_VENV=$(REFERENCE_VENV) $(VENV)/bin/python -m tests.equivalence.parity
 
 equivalence-real: $(VENV)/test.stamp
 	BGE_M3_EQUIVALENCE_REAL=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -rs tests/equivalence/test_real_model.py
@@ -38,16 +38,17 @@ clean:
 	rm -rf $(VENV) $(REFERENCE_VENV) $(CACHE) build *.egg-info
 
 # Dependency groups need pip 25.1.
-$(VENV)/bin/pip:
+$(VENV)/pip.stamp:
 	$(PYTHON) -c 'import sys; sys.exit("bge-m3-server needs Python 3.11 or newer; run: make PYTHON=python3.12 ...") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	@touch $@
 
-$(VENV)/run.stamp: pyproject.toml | $(VENV)/bin/pip
+$(VENV)/run.stamp: pyproject.toml | $(VENV)/pip.stamp
 	$(VENV)/bin/pip install --quiet --editable '.[preview]'
 	@touch $@
 
-$(VENV)/test.stamp: pyproject.toml | $(VENV)/bin/pip
+$(VENV)/test.stamp: pyproject.toml | $(VENV)/pip.stamp
 	$(VENV)/bin/pip install --quiet --editable '.[preview,otlp]' --group test
 	@touch $@
 
@@ -58,6 +59,6 @@ $(REFERENCE_VENV)/stamp: tests/equivalence/reference/requirements.txt
 	$(REFERENCE_VENV)/bin/pip install --quiet --requirement $<
 	@touch $@
 
-$(VENV)/lint.stamp: pyproject.toml | $(VENV)/bin/pip
-	$(VENV)/bin/pip install --quiet --editable . --group lint
+$(VENV)/lint.stamp: pyproject.toml | $(VENV)/pip.stamp
+	$(VENV)/bin/pip install --quiet --editable '.[preview,otlp]' --group lint
 	@touch $@

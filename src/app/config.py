@@ -140,7 +140,7 @@ def load_config(environment: Mapping[str, str], platform: str) -> Config:
     )
     host, port = read.parsed("BGE_M3_BIND", ("0.0.0.0", 8081), _parse_bind)  # noqa: S104  a server
     config = Config(
-        cache_dir=Path(read.text("BGE_M3_CACHE_DIR", "/cache")),
+        cache_dir=Path(read.text("BGE_M3_CACHE_DIR", "/cache")).expanduser(),
         model=read.choice(
             "BGE_M3_MODEL", None, {variant.value: variant for variant in ModelVariant}
         ),
@@ -217,7 +217,7 @@ def _parse_bind(raw: str) -> tuple[str, int]:
 
 
 def _parse_directory(raw: str) -> Path:
-    path = Path(raw)
+    path = Path(raw).expanduser()
     if not path.is_dir():
         raise ValueError("expected an existing directory, e.g. one made by `bge-m3-server fetch`")
     return path

@@ -24,7 +24,7 @@ from ..adapters.models.torch_weights import read_linear
 from ..adapters.ort.coreml import coreml_providers
 from ..adapters.ort.cpu import cpu_providers
 from ..adapters.ort.cuda import cuda_providers
-from ..adapters.ort.session import Provider, SessionSettings, load_backend
+from ..adapters.ort.session import Provider, SessionSettings, load_backend, require_installed
 from ..adapters.ort.tensorrt import tensorrt_providers
 from ..adapters.telemetry.logging import configure_logging
 from ..adapters.telemetry.otel import build_telemetry, shut_down
@@ -149,6 +149,7 @@ def load_model(config: Config, gpus: GpuInfo, probes: Sequence[MemoryProbe]) -> 
     Raises:
         ModelError: the model cannot be obtained, does not fit or does not load.
     """
+    _require_engine(config)
     files = find_files(config)
     projections = HeadProjections(
         sparse=read_linear(files.sparse_path) if files.sparse_path else None,
@@ -196,6 +197,12 @@ def load_model(config: Config, gpus: GpuInfo, probes: Sequence[MemoryProbe]) -> 
         # A model of another width can pass for BGE-M3 nowhere, so only this width is compared.
         is_verified_bge_m3=files.is_published and contract.hidden_size == BGE_M3_DIMENSIONS,
     )
+
+
+def _require_engine(config: Config) -> None:
+    """Raise `ProviderError` before gigabytes are downloaded for an engine that is not there."""
+    settings = SessionSettings(intra_threads=1, cache_dir=config.cache_dir)
+    require_installed(ORT_PROVIDERS[config.execution_provider](settings))
 
 
 def _max_tokens(config: Config, contract: ModelContract) -> int:

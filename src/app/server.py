@@ -67,7 +67,12 @@ def serve(config: Config, container: Container) -> int:
     try:
         server.run()
     except SystemExit:  # uvicorn has logged why it cannot listen
-        failures.append(OSError(f"cannot listen on {config.host}:{config.port}"))
+        failures.append(
+            OSError(
+                f"cannot listen on {config.host}:{config.port}; is another server there? "
+                "Set BGE_M3_BIND to a free address"
+            )
+        )
     for error in failures:
         is_explained = isinstance(error, ModelError | OSError)
         logger.error("start failed: %s", error, exc_info=None if is_explained else error)

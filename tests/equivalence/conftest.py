@@ -1,39 +1,29 @@
 """Where the models and the reference numbers of the equivalence tests come from."""
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.equivalence.checkpoints import TINY
+from tests.equivalence.made import make_reference, reference_python
 from tests.equivalence.numbers import Numbers
 from tests.support.preview_fixture import preview_files
 from tests.support.xlmr_onnx import LAYOUTS, write_xlmr
 
-REPOSITORY = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
 
 
 @pytest.fixture(scope="session")
 def reference_dir():
     """Checkpoints, exports and FlagEmbedding's numbers, made by FlagEmbedding's environment."""
-    python = REPOSITORY / os.environ.get("REFERENCE_VENV", ".venv-reference") / "bin" / "python"
+    python = reference_python()
     if not python.exists():
         reason = f"{python} is not there: `make test` builds FlagEmbedding's environment"
         if os.environ.get("REFERENCE_VENV"):
             pytest.fail(reason)
         pytest.skip(reason)
-    out = REPOSITORY / ".cache" / "equivalence"
-    done = subprocess.run(
-        [
-            python, "-m", "tests.equivalence.reference.make_all",
-            "--out", out, "--tokenizer", preview_files().tokenizer_path,
-        ],
-        cwd=REPOSITORY, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return out
+    return make_reference()
 
 
 @pytest.fixture(scope="session")

@@ -3,18 +3,17 @@
 python -m tests.equivalence.parity      (`make parity`)
 """
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.equivalence.checkpoints import CHECKPOINTS
 from tests.equivalence.compare import Agreement, agreement
+from tests.equivalence.made import REPOSITORY, make_reference
 from tests.equivalence.numbers import Numbers
 from tests.equivalence.product import embed_all, embedder_of, load_directory
 from tests.equivalence.texts import TEXTS
 
-REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "parity.md"
 
 PRECISIONS = ("fp32", "fp16", "int8")
@@ -88,5 +87,4 @@ def checkpoint_rows(directory: Path) -> list[Row]:
 
 
 if __name__ == "__main__":
-    made = Path(os.environ.get("EQUIVALENCE_DIR", REPOSITORY / ".cache" / "equivalence"))
-    write_section("checkpoints", table(checkpoint_rows(made)))
+    write_section("checkpoints", table(checkpoint_rows(make_reference())))

@@ -334,7 +334,8 @@ def test_an_impossible_cache_directory_is_refused_before_any_request(fetch, hub)
 
     assert outcome["error"] == "CacheDirectoryError"
     assert outcome["message"] == (
-        "Cannot create or access model cache directory /dev/null/impossible: Not a directory"
+        "Cannot create or access model cache directory /dev/null/impossible: Not a directory; "
+        "set BGE_M3_CACHE_DIR, or --dir of fetch, to a directory that can be written"
     )
     assert outcome["connections"] == 0
     assert hub.requests == []

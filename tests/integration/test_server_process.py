@@ -200,9 +200,15 @@ def test_a_bad_configuration_exits_with_2_and_names_everything():
 
 
 @pytest.mark.parametrize("provider", ["cuda", "tensorrt", "coreml"])
-def test_a_missing_execution_provider_stops_the_start(preview, provider):
-    """A provider that is not there never becomes a silent CPU run."""
-    done = run_cli("serve", **{**preview, "BGE_M3_EP": provider, "BGE_M3_BIND": "127.0.0.1:0"})
+def test_a_missing_execution_provider_stops_the_start(tmp_path, provider):
+    """A provider that is not there never becomes a silent CPU run, nor a download in vain."""
+    done = run_cli(
+        "serve",
+        BGE_M3_EP=provider,
+        BGE_M3_CACHE_DIR=str(tmp_path),
+        BGE_M3_BIND="127.0.0.1:0",
+        HF_ENDPOINT="http://127.0.0.1:9",
+    )
 
     assert done.returncode == 1
     assert "CPUExecutionProvider" in done.stdout

@@ -89,5 +89,7 @@ def make_writable(directory: Path) -> None:
             pass
     except OSError as error:
         raise CacheDirectoryError(
-            f"Cannot create or access model cache directory {directory}: {error.strerror or error}"
+            f"Cannot create or access model cache directory {directory}: "
+            f"{error.strerror or error}; set BGE_M3_CACHE_DIR, or --dir of fetch, to a directory "
+            "that can be written"
         ) from error

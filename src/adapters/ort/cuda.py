@@ -3,7 +3,7 @@
 from .cpu import cpu_providers
 from .session import Provider, SessionSettings
 
-GPU_INSTALL_HINT = "pip uninstall onnxruntime && pip install 'bge-m3-server[gpu]'"
+GPU_INSTALL_HINT = "pip uninstall -y onnxruntime && pip install --force-reinstall onnxruntime-gpu"
 """Both packages own the same import name, so the one without GPUs has to go first."""
 
 

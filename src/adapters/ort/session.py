@@ -134,11 +134,7 @@ def open_session(
         CorruptFileError: a file of the model is damaged or missing.
         ModelError: the engine cannot load the graph for another reason.
     """
-    require_providers(
-        providers,
-        onnxruntime.get_available_providers(),
-        f"onnxruntime {onnxruntime.__version__} offers",
-    )
+    require_installed(providers)
     if not graph_path.is_file():
         raise ModelError(f"there is no model graph at {graph_path}: fetch the model first")
     check_external_data(graph_path)
@@ -183,6 +179,15 @@ def session_options(settings: SessionSettings) -> onnxruntime.SessionOptions:
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
     options.log_severity_level = _ORT_WARNING
     return options
+
+
+def require_installed(providers: Sequence[Provider]) -> None:
+    """Raise `ProviderError` unless this ONNX Runtime was built with all of `providers`."""
+    require_providers(
+        providers,
+        onnxruntime.get_available_providers(),
+        f"onnxruntime {onnxruntime.__version__} offers",
+    )
 
 
 def require_providers(asked: Sequence[Provider], present: Sequence[str], found: str) -> None:

@@ -21,8 +21,8 @@ _PAGE = Template("""<!DOCTYPE html>
 <title>$title $version</title>
 <link rel="icon" href="data:,">
 <style>
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
-       color-scheme: light dark }
+:root { color-scheme: light dark }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
 details { border: 1px solid #8886; border-radius: .4rem; margin: .5rem 0; padding: .5rem 1rem }
 summary { cursor: pointer }
 summary b { display: inline-block; min-width: 3.5rem }

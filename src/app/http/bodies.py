@@ -90,7 +90,7 @@ def decode_body(body: bytes, shape: type[T]) -> T:
 
 def _refuse_token_ids(body: object) -> None:
     texts = body.get("input") if isinstance(body, dict) else None
-    if isinstance(texts, list) and any(_is_token_ids(text) for text in texts):
+    if isinstance(texts, list) and texts and all(_is_token_ids(text) for text in texts):
         raise InvalidInputError(
             "input must be text: token ids of another tokenizer would give wrong vectors. "
             "With LangChain, set check_embedding_ctx_length=False on OpenAIEmbeddings",

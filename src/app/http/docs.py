@@ -20,7 +20,7 @@ REQUEST_EXAMPLES: Mapping[str, Any] = {
 
 _USAGE = {"prompt_tokens": 9, "total_tokens": 9}
 _VECTOR = [-0.0125, 0.0381, -0.0447]
-_WEIGHTS = {"indices": [4865, 83, 335], "values": [0.0836, 0.0814, 0.1296]}
+_WEIGHTS = {"indices": [83, 335, 4865], "values": [0.0814, 0.1296, 0.0836]}
 
 DENSE_EXAMPLE: Mapping[str, Any] = {
     "object": "list",

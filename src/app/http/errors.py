@@ -96,6 +96,20 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
             exc_info=error,
             extra={"fields": {"request_id": request_id(request.scope), "path": path}},
         )
+    else:
+        logger.info(
+            "request refused",
+            extra={
+                "fields": {
+                    "request_id": request_id(request.scope),
+                    "method": request.method,
+                    "path": path,
+                    "status": failure.status,
+                    "type": failure.type,
+                    "param": failure.param,
+                }
+            },
+        )
     detail = ErrorDetail(
         failure.message, failure.type, failure.param, failure.code or failure.status
     )

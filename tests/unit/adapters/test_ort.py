@@ -277,8 +277,8 @@ def test_coreml_providers(tmp_path, strategy):
 @pytest.mark.parametrize(
     ("providers", "hint"),
     [
-        (cuda_providers, "pip uninstall onnxruntime && pip install 'bge-m3-server[gpu]'"),
-        (tensorrt_providers, "pip uninstall onnxruntime && pip install 'bge-m3-server[gpu]'"),
+        (cuda_providers, "pip install --force-reinstall onnxruntime-gpu"),
+        (tensorrt_providers, "pip install --force-reinstall onnxruntime-gpu"),
         (coreml_providers, "macOS"),
     ],
 )

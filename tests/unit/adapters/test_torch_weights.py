@@ -357,6 +357,16 @@ def test_no_damage_to_the_file_gets_through_as_another_error(tmp_path_factory, d
         np.testing.assert_array_equal(read_linear(path).weight, WEIGHT)
 
 
+def test_an_escape_in_a_damaged_string_is_refused_without_a_warning(tmp_path):
+    """The scan of a hostile pickle prints nothing of its own."""
+    pickled = bytearray(state_dict_pickle({"weight": WEIGHT, "bias": BIAS}))
+    pickled[3] = ord("\\")
+    write_torch_zip(tmp_path / "linear.pt", bytes(pickled), STORAGES)
+
+    with pytest.raises(UnsafeWeightsError):
+        read_linear(tmp_path / "linear.pt")
+
+
 @given(data=st.data())
 def test_no_damage_to_the_pickle_gets_through_as_another_error(tmp_path_factory, data):
     """Any bytes in place of the pickle's end in the project's own errors, or in a right read."""
