@@ -12,6 +12,7 @@ RUN mkdir /cache && chown bge:bge /cache
 COPY --from=build /opt/venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
+    ORT_DISABLE_TELEMETRY=1 \
     HF_HOME=/cache/huggingface
 USER bge
 VOLUME /cache

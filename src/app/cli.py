@@ -1,6 +1,7 @@
 """The `bge-m3-server` command."""
 
 import argparse
+import http.client
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ from .server import local_host, serve
 
 EXIT_FAILURE = 1
 EXIT_BAD_CONFIGURATION = 2
+EXIT_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModelError as error:
         print(f"bge-m3-server: {error}", file=sys.stderr)
         return EXIT_FAILURE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     return code
 
 
@@ -89,13 +93,16 @@ def _healthcheck(config: Config, parsed: argparse.Namespace) -> int:
     url = parsed.url or f"http://{local_host(config.host)}:{config.port}/health"
     # A proxy from the environment must not stand between a server and its own health check.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    if not url.startswith(("http://", "https://")):
+        print(f"{url}: expected an http:// or https:// address", file=sys.stderr)
+        return EXIT_FAILURE
     try:
         with opener.open(url, timeout=parsed.timeout_seconds) as response:
             print(response.read().decode())
             return 0
     except urllib.error.HTTPError as error:
         print(error.read().decode(errors="replace"), file=sys.stderr)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OverflowError, http.client.HTTPException) as error:
         print(f"{url}: {error}", file=sys.stderr)
     return EXIT_FAILURE
 

@@ -3,6 +3,7 @@
 import difflib
 import enum
 import logging
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal
@@ -194,6 +195,8 @@ def load_config(environment: Mapping[str, str], platform: str) -> Config:
         notices=(),
     )
     read.integer("BGE_M3_ONNX_BATCH_SIZE", None, minimum=1)
+    if config.model is ModelVariant.PREVIEW and config.model_dir:
+        read.problems.append("BGE_M3_MODEL=preview and BGE_M3_MODEL_DIR: set only one of them")
     if read.problems:
         raise ConfigError("invalid configuration:\n  " + "\n  ".join(read.problems))
     return attrs.evolve(
@@ -207,13 +210,12 @@ def load_config(environment: Mapping[str, str], platform: str) -> Config:
 
 
 def _parse_bind(raw: str) -> tuple[str, int]:
-    host, separator, port = raw.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not separator or not host or not port.isascii() or not port.isdigit():
+    match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([A-Za-z0-9._-]{1,253})):([0-9]{1,5})", raw)
+    if not match:
         raise ValueError("expected host:port, e.g. 0.0.0.0:8081 or [::1]:8081")
-    if int(port) > 65535:  # noqa: PLR2004  the largest TCP port
+    if int(match[3]) > 65535:  # noqa: PLR2004  the largest TCP port
         raise ValueError("expected a port between 0 and 65535")
-    return host, int(port)
+    return match[1] or match[2], int(match[3])
 
 
 def _parse_directory(raw: str) -> Path:

@@ -177,7 +177,7 @@ def load_model(config: Config, gpus: GpuInfo, probes: Sequence[MemoryProbe]) -> 
     memory = first_limit(probes)
     return LoadedModel(
         info=ModelInfo(
-            model_id=files.model_id,
+            model_id=_served_id(config, files, contract),
             heads=contract.heads,
             dimensions=contract.hidden_size,
             max_tokens=tokenizer.max_tokens,
@@ -203,6 +203,21 @@ def _require_engine(config: Config) -> None:
     """Raise `ProviderError` before gigabytes are downloaded for an engine that is not there."""
     settings = SessionSettings(intra_threads=1, cache_dir=config.cache_dir)
     require_installed(ORT_PROVIDERS[config.execution_provider](settings))
+
+
+def _served_id(config: Config, files: ModelFiles, contract: ModelContract) -> str:
+    """The model's name; files that cannot be BGE-M3's go by the name of their directory."""
+    if config.model_dir is None or files.is_published:
+        return files.model_id
+    if contract.hidden_size == BGE_M3_DIMENSIONS:
+        logger.warning(
+            "the model in BGE_M3_MODEL_DIR is served as bge-m3, but is not known to be it; "
+            "`bge-m3-server fetch --dir` makes a directory that can be verified"
+        )
+        return files.model_id
+    name = config.model_dir.resolve().name
+    logger.warning("the model in BGE_M3_MODEL_DIR is not BGE-M3; it is served as %s", name)
+    return name
 
 
 def _max_tokens(config: Config, contract: ModelContract) -> int:

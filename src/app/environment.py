@@ -6,6 +6,9 @@ from typing import TypeVar
 Default = TypeVar("Default")
 Value = TypeVar("Value")
 
+MAX_COUNT = 4096
+"""More workers, threads, devices or texts per request are a slip of the hand."""
+
 _TRUE = frozenset({"1", "true", "yes"})
 _FALSE = frozenset({"0", "false", "no"})
 
@@ -58,8 +61,10 @@ class EnvironmentReader:
         return self.parsed(name, default, parse)
 
     def count(self, name: str, default: Default) -> int | Default:
-        """A whole number; 0 is bent to 1."""
+        """A whole number of up to `MAX_COUNT`; 0 is bent to 1."""
         value = self.integer(name, default)
+        if isinstance(value, int) and value > MAX_COUNT:
+            self.problems.append(f"{name}={value}: expected a whole number of 1 to {MAX_COUNT}")
         if value == 0:
             self.notices.append(f"{name}=0 is below the minimum; using 1")
             return 1

@@ -18,6 +18,7 @@ from ..domain.errors import ModelError
 from .config import Config
 from .container import Container
 from .engine import Engine
+from .http.protocol import EnvelopeProtocol
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ def serve(config: Config, container: Container) -> int:
             log_config=None,
             access_log=False,
             server_header=False,
+            http=EnvelopeProtocol,
+            ws="none",
         ),
         engine,
         grace_seconds=config.shutdown_grace_seconds,

@@ -49,7 +49,9 @@ def self_test(tokenizer: Tokenizer, backend: InferenceBackend, *, is_bge_m3: boo
         _checked_dense(text, embedding.dense, backend.contract.hidden_size)
         for text, embedding in zip(TEXTS, embeddings, strict=True)
     ]
-    _check_difference(*dense)
+    first, second = tokenizer.encode(TEXTS)
+    if first.ids.tolist() != second.ids.tolist():  # a limit of two tokens leaves `<s></s>` of both
+        _check_difference(*dense)
     for text, embedding in zip(TEXTS, embeddings, strict=True):
         _check_colbert(text, embedding)
         if is_bge_m3:

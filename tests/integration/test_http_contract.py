@@ -173,6 +173,23 @@ def test_lone_surrogate(http, service, route):
     assert service.calls[0][0] == ["a\ufffd", "\ufffdb", "😀"]
 
 
+@pytest.mark.parametrize("route", POST_ROUTES)
+@pytest.mark.parametrize(
+    "body",
+    [
+        rb'{"input": "a", "\ud800": 1}',
+        b'\xef\xbb\xbf{"input": "a"}',
+        b'{"input": "a", "user": [' + b"1," * 199_000 + b"1]}",
+    ],
+    ids=["lone surrogate in an unknown key", "byte order mark", "very many unknown values"],
+)
+def test_odd_but_harmless_bodies(http, service, route, body):
+    """What no field asks for is ignored, whatever it is."""
+    answer = http.post(route, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 200
+    assert service.calls[0][0] == ["a"]
+
+
 @pytest.mark.parametrize(
     "content_type",
     ["application/json; charset=utf-8", "APPLICATION/JSON", "application/vnd.api+json;v=1"],

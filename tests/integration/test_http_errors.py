@@ -119,7 +119,6 @@ NOT_JSON = {
     "trailing": (b'{"input": "a"} x', "Extra data"),
     "not utf-8": (b'{"input": "\xff\xfe"}', "utf-8"),
     "utf-16": ('{"input": "a"}'.encode("utf-16"), "utf-8"),
-    "byte order mark": (b'\xef\xbb\xbf{"input": "a"}', "line 1 column 1"),
     "raw control character": (b'{"input": "a\nb"}', "control character"),
     "nan": (b'{"input": "a", "x": NaN}', "NaN"),
     "infinity": (b'{"input": "a", "dimensions": -Infinity}', "-Infinity"),
@@ -206,6 +205,58 @@ def test_token_ids(http, service, route, ids):
     assert "wrong vectors" in error["message"]
     assert "check_embedding_ctx_length=False" in error["message"]
     assert service.calls == []
+
+
+def test_token_ids_by_the_hundred_thousand(http):
+    """A body of very many ids is refused at its first one, with the same advice."""
+    error = error_of(http.post("/v1/embeddings", json={"input": [[7] * 80_000] * 1}), 400)
+    assert "check_embedding_ctx_length=False" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b'{"input": [' + b"[]," * 120_000 + b"[]]}", 400),
+        (b'{"input": ' + b"[" * 210_000, 400),
+        (b'{"input": "a", "model": [' + b"1," * 199_990 + b"1]}", 422),
+    ],
+    ids=["empty lists", "open brackets", "model"],
+)
+def test_many_values_of_the_wrong_shape(http, body, status):
+    """Bodies made of very many values are refused at the first that does not fit."""
+    headers = {"content-type": "application/json"}
+    error_of(http.post("/v1/embeddings", content=body, headers=headers), status)
+
+
+def test_a_compressed_body(http):
+    """Compression is refused by name."""
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    error = error_of(http.post("/v1/embeddings", content=b"\x1f\x8b", headers=headers), 415)
+    assert error["message"] == (
+        "content-encoding 'gzip' is not supported; send the body uncompressed"
+    )
+
+
+def test_a_message_does_not_echo_megabytes(http):
+    """What was sent is quoted in part only."""
+    body = {"input": "a", "encoding_format": "x" * 300_000}
+    error = error_of(http.post("/v1/embeddings", json=body), 400)
+    assert len(error["message"]) < 1100
+    assert error["message"].startswith("encoding_format 'xxx")
+    assert error["message"].endswith("use one of: float, base64")
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [b"FOO /v1/embeddings HTTP/1.1\r\n\r\n", b"\x16\x03\x01 TLS\r\n\r\n", b"GET / HTTX/9\r\n\r\n"],
+    ids=["unknown method", "tls", "no http"],
+)
+def test_what_is_no_http_still_gets_the_envelope(address, request_bytes):
+    """Bytes that the parser refuses get JSON and an id like any other error."""
+    head, _, body = address.exchange(request_bytes).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400")
+    assert b"x-request-id: " in head
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize("route", POST_ROUTES)

@@ -1,4 +1,5 @@
 import math
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -243,9 +244,9 @@ def test_builders_do_not_collide_and_incomplete_files_are_replaced(tmp_path):
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(build_preview, [tmp_path, tmp_path])
     assert first == second
-    names = ["model.onnx", "model.onnx_data", "tokenizer.json"]
+    names = ["bge-m3-server.files.json", "model.onnx", "model.onnx_data", "tokenizer.json"]
     assert sorted(path.name for path in target.iterdir()) == names
-    for name in names:
+    for name in names[1:]:
         assert (target / name).read_bytes() == (known.graph_path.parent / name).read_bytes()
 
 
@@ -298,3 +299,30 @@ def test_unusable_cache_directory_is_named(tmp_path):
     blocked.touch()
     with pytest.raises(CacheDirectoryError, match=str(blocked)):
         build_preview(blocked)
+
+
+def test_a_damaged_cached_preview_is_built_again(tmp_path):
+    """A file that changed since it was built is noticed and replaced."""
+    files = build_preview(tmp_path)
+    whole = files.tokenizer_path.read_bytes()
+    files.tokenizer_path.write_bytes(whole[:-9] + b"#" * 9)
+
+    build_preview(tmp_path)
+
+    assert files.tokenizer_path.read_bytes() == whole
+
+
+def test_what_killed_builds_left_behind_is_removed(tmp_path):
+    """Unfinished builds do not fill the disk; one that may still run is let alone."""
+    files = build_preview(tmp_path)
+    target = files.graph_path.parent
+    files.graph_path.unlink()
+    abandoned, recent = target / ".building-old", target / ".building-new"
+    for leftover in (abandoned, recent):
+        leftover.mkdir()
+    os.utime(abandoned, (0, 0))
+
+    build_preview(tmp_path)
+
+    assert not abandoned.exists()
+    assert recent.exists()

@@ -125,3 +125,13 @@ def test_a_directory_without_a_model_stops_the_start(tmp_path):
     error = json.loads(done.stdout.splitlines()[-1])["fields"]["message"]
     assert "expected onnx/model.onnx or model.onnx" in error
     assert "notes.txt" in error
+
+
+def test_another_model_is_not_served_as_bge_m3(tmp_path):
+    """A directory that cannot hold BGE-M3 is served under its own name."""
+    write_tiny_model(tmp_path / "my-model")
+    with running_server({"BGE_M3_MODEL_DIR": str(tmp_path / "my-model")}) as server:
+        (model,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+        answer = post(server, "/v1/embeddings", {"input": "ab"}).json()
+
+    assert model["id"] == answer["model"] == "my-model"

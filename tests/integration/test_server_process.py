@@ -239,6 +239,24 @@ def test_a_port_in_use_stops_the_start(preview):
     assert "address already in use" in done.stdout
 
 
+def test_the_server_writes_nothing_into_the_home_directory(preview, tmp_path):
+    """Nothing reports usage: the engine's own telemetry is off, and leaves no files."""
+    with running_server({**preview, "HOME": str(tmp_path)}) as server:
+        post(server, "/v1/embeddings", {"input": "a"})
+
+    assert list(tmp_path.rglob("*")) == []
+
+
+@pytest.mark.parametrize("arguments", [["--url", "http://127.0.0.1:abc/"], ["--url", "file:///"]])
+def test_a_health_check_of_no_address_fails_with_a_sentence(arguments):
+    """Whatever is given, the answer is an exit code and a reason."""
+    done = run_cli("healthcheck", *arguments)
+
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert done.stderr
+
+
 def test_healthcheck_tells_a_healthy_server_from_none(server):
     """Exit code 0 for a healthy server, 1 where nobody answers."""
     port = server.url.rpartition(":")[2]

@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 import uvicorn
+from bge_m3_server.app.http.protocol import EnvelopeProtocol
 
 
 @attrs.frozen
@@ -44,7 +45,15 @@ class _Server(uvicorn.Server):
 def serve(app: Any) -> Iterator[Address]:
     """Run `app` under uvicorn on a free loopback port until the block ends."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = _Server(uvicorn.Config(app, log_config=None, access_log=False, ws="none"))
+    server = _Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            ws="none",
+            http=EnvelopeProtocol,
+        )
+    )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:

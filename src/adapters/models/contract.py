@@ -1,5 +1,6 @@
 """What a graph promises, told by its inputs, outputs and weights."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
@@ -138,7 +139,10 @@ def _input_problems(inputs: Mapping[str, TensorSpec]) -> Iterator[str]:
 
 def _is_float(spec: TensorSpec | None, axes: int) -> bool:
     return (
-        spec is not None and len(spec.shape) == axes and spec.element_type in ("float32", "float16")
+        spec is not None
+        and len(spec.shape) == axes
+        and not isinstance(spec.shape[0], int)  # a fixed batch serves one request size only
+        and spec.element_type in ("float32", "float16")
     )
 
 
@@ -201,8 +205,9 @@ def _metadata_count(graph: GraphFile, key: str) -> int | None:
     value = graph.metadata.get(key)
     if value is None:
         return None
-    if not value.isdecimal() or not int(value):
-        raise ContractError(f"the model's metadata {key} is {value!r}, not a positive integer")
+    if not re.fullmatch(r"[1-9][0-9]{0,8}", value):
+        shown = value[:20]
+        raise ContractError(f"the model's metadata {key} is {shown!r}, not a positive integer")
     return int(value)
 
 

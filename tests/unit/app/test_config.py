@@ -93,6 +93,12 @@ def test_a_promised_clamp_bends_the_value_and_says_so(name, value, field, expect
         ("BGE_M3_BIND", "8081"),
         ("BGE_M3_BIND", "0.0.0.0:99999"),
         ("BGE_M3_BIND", ":8081"),
+        ("BGE_M3_BIND", "[::1"),
+        ("BGE_M3_BIND", "::1"),
+        ("BGE_M3_BIND", "a" * 300 + ":80"),
+        ("BGE_M3_BIND", "ho st:80"),
+        ("BGE_M3_WORKERS", "100000"),
+        ("BGE_M3_INTRA_THREADS", "99999999999999"),
         ("BGE_M3_WARMUP_ONLY", "on"),
         ("BGE_M3_LOG_FORMAT", "xml"),
         ("BGE_M3_MODEL_DIR", "/no/such/directory"),
@@ -102,8 +108,14 @@ def test_a_promised_clamp_bends_the_value_and_says_so(name, value, field, expect
 )
 def test_an_invalid_value_is_refused_by_name(name, value):
     """The message names the variable, the value and what is allowed."""
-    with pytest.raises(ConfigError, match=re.escape(f"{name}={value!r}: ")):
+    with pytest.raises(ConfigError, match=rf"{name}='?{re.escape(value)}'?: "):
         config(**{name: value})
+
+
+def test_the_preview_has_no_directory(tmp_path):
+    """Two answers to what is to be served are one too many."""
+    with pytest.raises(ConfigError, match="set only one of them"):
+        config(BGE_M3_MODEL="preview", BGE_M3_MODEL_DIR=str(tmp_path))
 
 
 def test_all_problems_come_in_one_message():

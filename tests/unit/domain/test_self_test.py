@@ -175,3 +175,8 @@ def test_a_promised_head_without_weights_is_an_engine_fault():
 
     with pytest.raises(SelfTestError, match="weights are not loaded"):
         self_test(FakeTokenizer(), Empty())
+
+
+def test_a_limit_that_leaves_no_word_of_either_text_passes():
+    """With room for `<s></s>` only, both texts are the same, and so are their vectors."""
+    self_test(FakeTokenizer(max_tokens=2), FakeBackend())
