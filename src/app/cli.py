@@ -10,15 +10,21 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
+import attrs
+
 from .. import __version__
+from ..domain.budget import conservative_coefficients
 from ..domain.errors import ConfigError, ModelError
+from ..domain.probe_fit import Fit, fit_workspace
 from .config import Config, ModelVariant, load_config
 from .container import build_container
-from .server import local_host, serve
+from .loading import LoadedModel
+from .probe_report import probe_report
+from .server import EXIT_BAD_CONFIGURATION, local_host, serve
 
 EXIT_FAILURE = 1
-EXIT_BAD_CONFIGURATION = 2
 EXIT_INTERRUPTED = 130
+PICTURE_SUFFIXES = (".png", ".svg")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,6 +70,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=_fetch)
 
+    command = commands.add_parser("probe", help="measure what forward passes need, and print it")
+    command.add_argument(
+        "--plot",
+        type=_picture,
+        metavar="FILE",
+        help="draw it as well, as .png or .svg; needs the extra `plot`",
+    )
+    command.set_defaults(run=_probe)
+
     command = commands.add_parser("healthcheck", help="exit 0 if a local server is healthy")
     command.add_argument("--url", help="default: /health at the port of BGE_M3_BIND")
     command.add_argument("--timeout-seconds", type=float, default=3.0)
@@ -86,6 +101,41 @@ def _fetch(config: Config, parsed: argparse.Namespace) -> int:
     print(f"{files.model_id} ({variant.value}) is complete and verified: {files.graph_path.parent}")
     if parsed.directory:
         print(f"serve it with: BGE_M3_MODEL_DIR={parsed.directory} bge-m3-server serve")
+    return 0
+
+
+def _picture(raw: str) -> Path:
+    path = Path(raw)
+    if path.suffix not in PICTURE_SUFFIXES:
+        raise argparse.ArgumentTypeError(f"expected a file that ends in .png or .svg, got {raw!r}")
+    return path
+
+
+def _probe(config: Config, parsed: argparse.Namespace) -> int:
+    config = attrs.evolve(config, disable_probe_cache=True)
+    container = build_container(config)
+    container.set_up_logging()
+    model: LoadedModel = container.load_model()
+    measured = container.tuner().measure()
+    if measured.probe is None:
+        print(f"nothing was measured: {measured.reason}", file=sys.stderr)
+        return EXIT_FAILURE
+    fit = fit_workspace(measured.probe.peaks)
+    print(
+        probe_report(
+            measured.probe, fit, measured.cost_model, model.info.max_tokens, config.max_batch
+        )
+    )
+    if not isinstance(fit, Fit):
+        return EXIT_FAILURE
+    if parsed.plot:
+        container.plot_probe(
+            parsed.plot,
+            measured.probe.peaks,
+            fit.coefficients,
+            conservative=conservative_coefficients(model.backends[0].contract),
+        )
+        print(f"drawn: {parsed.plot}")
     return 0
 
 

@@ -22,17 +22,8 @@ DEFAULT_WARMUP_SHAPES = tuple(
 )
 
 WITHOUT_EFFECT_YET = {
-    "BGE_M3_GPU_VRAM_BUDGET_BYTES": "the workspace ceiling is 2 GiB",
     "BGE_M3_TRT_WARMUP_SHAPES": "engines are built on first use",
     "BGE_M3_WARMUP_ONLY": "the server starts as usual",
-    "BGE_M3_DISABLE_AUTO_BUDGET": "nothing is probed",
-    "BGE_M3_DISABLE_PROBE_CACHE": "nothing is probed",
-    "BGE_M3_AVAILABLE_MEMORY_BYTES": "the workspace ceiling is 2 GiB",
-    "BGE_M3_MEMORY_SAFETY_FACTOR": "the workspace ceiling is 2 GiB",
-    "BGE_M3_TOKEN_BUDGET": "the workspace ceiling is 2 GiB",
-    "BGE_M3_COST_MODEL_A": "conservative coefficients are used",
-    "BGE_M3_COST_MODEL_B": "conservative coefficients are used",
-    "BGE_M3_ONNX_BATCH_SIZE": "it is deprecated, and chunks follow the workspace ceiling",
 }
 """Variables that are checked but do nothing in this version, and what happens instead."""
 
@@ -84,7 +75,7 @@ class Config:
     host: str
     port: int
     workers: int
-    intra_threads: int
+    intra_threads: int | None
     max_batch: int
     max_seq_length: int
     max_body_bytes: int
@@ -109,6 +100,7 @@ class Config:
     available_memory_bytes: int | None
     memory_safety_factor: float
     token_budget: int | None
+    onnx_batch_size: int | None
     cost_model_a: float | None
     cost_model_b: float | None
     log_format: LogFormat
@@ -150,7 +142,7 @@ def load_config(environment: Mapping[str, str], platform: str) -> Config:
         host=host,
         port=port,
         workers=read.count("BGE_M3_WORKERS", 2),
-        intra_threads=read.count("BGE_M3_INTRA_THREADS", 1),
+        intra_threads=read.count("BGE_M3_INTRA_THREADS", None),
         max_batch=read.count("BGE_M3_MAX_BATCH", 256),
         max_seq_length=_max_seq_length(read),
         max_body_bytes=read.integer("BGE_M3_MAX_BODY_BYTES", 32 * 1024**2, minimum=1),
@@ -184,6 +176,7 @@ def load_config(environment: Mapping[str, str], platform: str) -> Config:
         available_memory_bytes=read.integer("BGE_M3_AVAILABLE_MEMORY_BYTES", None, minimum=1),
         memory_safety_factor=_memory_safety_factor(read),
         token_budget=read.integer("BGE_M3_TOKEN_BUDGET", None, minimum=1),
+        onnx_batch_size=read.integer("BGE_M3_ONNX_BATCH_SIZE", None, minimum=1),
         cost_model_a=read.number("BGE_M3_COST_MODEL_A", None),
         cost_model_b=read.number("BGE_M3_COST_MODEL_B", None),
         log_format=read.choice(
@@ -194,7 +187,6 @@ def load_config(environment: Mapping[str, str], platform: str) -> Config:
         log_levels=read.parsed("RUST_LOG", {ROOT: logging.INFO}, parse_log_filter),
         notices=(),
     )
-    read.integer("BGE_M3_ONNX_BATCH_SIZE", None, minimum=1)
     if config.model is ModelVariant.PREVIEW and config.model_dir:
         read.problems.append("BGE_M3_MODEL=preview and BGE_M3_MODEL_DIR: set only one of them")
     if read.problems:

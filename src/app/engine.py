@@ -11,12 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import attrs
 
+from ..domain.budget import require_fits
 from ..domain.cost_model import CostModel
 from ..domain.embedder import require_heads
 from ..domain.errors import (
     DeadlineExceededError,
     NotReadyError,
     NoWorkersError,
+    RequestTooLargeError,
 )
 from ..domain.ports import Clock, Telemetry
 from ..domain.types import Heads, ModelContract, TokenizedText
@@ -24,12 +26,23 @@ from .admission import Admission, size_bytes
 from .canary import Canary, canary_job
 from .jobs import Job
 from .loading import LoadedModel, ProcessMemory
-from .service import CanaryReport, JobResult, ModelInfo, QueueStatus, ServiceStatus, Tuning
+from .service import (
+    CanaryReport,
+    JobResult,
+    ModelInfo,
+    ProbeStatus,
+    QueueStatus,
+    ServiceStatus,
+    Tuning,
+)
 from .supervisor import Supervisor, SupervisorSettings
 from .workers import PoolStatus, WorkerPool
 
 NON_FINITE_LIMIT = 3
 """So many texts in a row without one finite result mean that the model is broken, not the texts."""
+
+PROBE_RETRY_SECONDS = 10.0
+"""A text that is too long for conservative figures may fit once the probe has ended."""
 
 TOKENIZE_CHARACTERS = 65_536
 """Long requests are tokenised in pieces of about this size, so that short ones get in between."""
@@ -71,7 +84,6 @@ class Engine:
         self._admission = Admission(settings.queue_tokens, settings.queue_bytes)
         self._tokenizer_pool = ThreadPoolExecutor(settings.workers, thread_name_prefix="tokenize")
         self._served: tuple[ModelInfo, ModelContract] | None = None
-        self._tuning: Tuning | None = None
         self._is_draining = False
         self._is_stopped = False
         self._canary = Canary(self._run_canary, self._is_busy, clock)
@@ -81,18 +93,17 @@ class Engine:
 
         Raises:
             ModelError: the model cannot be obtained, or fails its self-test.
+            ConfigError: the memory does not suffice for it.
         """
         self._supervisor.start()
         model = self._supervisor.model
         assert model is not None  # noqa: S101  start() returned
-        self._tuning = model.tuning
         # What is known of the model even while it is unloaded; from now on requests are taken.
         self._served = model.info, model.backends[0].contract
 
     def set_cost_model(self, cost_model: CostModel, tuning: Tuning) -> None:
         """Use newly measured coefficients from the next chunk on; any thread may call this."""
-        self._pool.set_cost_model(cost_model)
-        self._tuning = tuning
+        self._supervisor.set_cost_model(cost_model, tuning)
 
     def status(self) -> ServiceStatus:
         """The present state, at once."""
@@ -108,7 +119,7 @@ class Engine:
             replaced_workers=pool.replaced_workers,
             failure=self._failure(pool),
             model=self._served[0] if self._served else None,
-            tuning=self._tuning,
+            tuning=self._supervisor.tuning,
             queue=QueueStatus(
                 waiting_texts=pool.waiting_texts,
                 waiting_tokens=pool.waiting_tokens,
@@ -209,6 +220,8 @@ class Engine:
         pool = self._pool.status()
         needed_tokens = sum(map(len, tokenized))
         self._admission.require_tokens(needed_tokens, pool.waiting_tokens, pool.tokens_per_second)
+        if tuning := self._supervisor.tuning:
+            require_room([len(text) for text in tokenized], tuning)
         job = Job(tokenized, heads, self._clock())
         await self._run(job, deadline)
         return JobResult(
@@ -242,6 +255,29 @@ class Engine:
     def _is_busy(self) -> bool:
         pool = self._pool.status()
         return 0 < pool.live_workers == pool.busy_workers
+
+
+def require_room(lengths: Sequence[int], tuning: Tuning) -> None:
+    """Refuse texts that do not fit even while nothing else runs, unless the ceiling is pinned.
+
+    Raises:
+        RequestTooLargeError: with what is needed, what there is, and what would fit.
+        NotReadyError: the same, but the figures are conservative and soon to be replaced.
+    """
+    if tuning.total_workspace_bytes is None:
+        return
+    cost_model = CostModel(
+        tuning.a_bytes_per_token, tuning.b_bytes_per_token_sq, tuning.total_workspace_bytes
+    )
+    try:
+        require_fits(lengths, cost_model)
+    except RequestTooLargeError as error:
+        if tuning.probe_status is not ProbeStatus.RUNNING:
+            raise
+        raise NotReadyError(
+            f"{error}; the need is being measured and may prove smaller: try again then",
+            retry_after_seconds=PROBE_RETRY_SECONDS,
+        ) from error
 
 
 def pieces(texts: Sequence[str], characters: int) -> list[Sequence[str]]:

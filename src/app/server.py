@@ -8,26 +8,31 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 import uvicorn
 
 from .. import __version__
-from ..domain.errors import ModelError
+from ..domain.errors import ConfigError, ModelError
 from .config import Config
 from .container import Container
 from .engine import Engine
 from .http.protocol import EnvelopeProtocol
+from .tuning import Tuner
 
 logger = logging.getLogger(__name__)
 
 EXIT_FAILED_START = 1
+EXIT_BAD_CONFIGURATION = 2
 EXIT_CUT_SHORT = 3
 """The stop was cut short: work that had been accepted was answered with 503."""
 
 STOP_SECONDS = 10.0
 """All requests are answered by then: a worker still at work hangs, or nobody waits for it."""
+
+PROBE_STOP_SECONDS = 1.0
+"""A forward pass of the probe that takes longer is left behind."""
 
 LAST_ANSWERS_SECONDS = 2.0
 """From the end of the drain limit, so long may clients take to read their 503."""
@@ -41,6 +46,7 @@ def serve(config: Config, container: Container) -> int:
     container.set_up_logging()
     _log_start(config)
     engine: Engine = container.engine()
+    tuner: Tuner = container.tuner()
     server = DrainingServer(
         uvicorn.Config(
             container.application(),
@@ -60,13 +66,14 @@ def serve(config: Config, container: Container) -> int:
 
     def load() -> None:
         try:
-            _load(engine, config)
+            _load(engine, tuner, config)
         except BaseException as error:  # noqa: BLE001  whatever it is, the start has failed
             failures.append(error)
             server.should_exit = True
 
     loader = threading.Thread(target=load, name="loader", daemon=True)
     server.on_listening = loader.start
+    server.on_stopping = tuner.cancel
     try:
         server.run()
     except SystemExit:  # uvicorn has logged why it cannot listen
@@ -77,19 +84,28 @@ def serve(config: Config, container: Container) -> int:
             )
         )
     for error in failures:
-        is_explained = isinstance(error, ModelError | OSError)
+        is_explained = isinstance(error, ConfigError | ModelError | OSError)
         logger.error("start failed: %s", error, exc_info=None if is_explained else error)
-    code = EXIT_FAILED_START if failures else server.exit_code
+    code = exit_code_of(failures) or server.exit_code
+    has_probe_ended = tuner.stop(PROBE_STOP_SECONDS)
     stopper = threading.Thread(target=engine.stop, name="stopper", daemon=True)
     if not loader.is_alive() and server.exit_code != EXIT_CUT_SHORT:
         stopper.start()
         stopper.join(STOP_SECONDS)
     container.shut_down_telemetry()
-    # A download, a load or a chunk cannot be interrupted: leave it behind.
-    if loader.is_alive() or stopper.is_alive() or server.exit_code == EXIT_CUT_SHORT:
+    # A download, a load or a forward pass cannot be interrupted: leave it behind.
+    is_at_work = loader.is_alive() or stopper.is_alive() or not has_probe_ended
+    if is_at_work or server.exit_code == EXIT_CUT_SHORT:
         logging.shutdown()
         os._exit(code)
     return code
+
+
+def exit_code_of(failures: Sequence[BaseException]) -> int:
+    """What a start that failed ends with; 0 if it did not."""
+    if any(isinstance(error, ConfigError) for error in failures):
+        return EXIT_BAD_CONFIGURATION
+    return EXIT_FAILED_START if failures else 0
 
 
 class DrainingServer(uvicorn.Server):
@@ -106,6 +122,7 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self.exit_code = 0
         self.on_listening: Callable[[], None] = lambda: None
+        self.on_stopping: Callable[[], None] = lambda: None
         self._engine = engine
         self._grace_seconds = grace_seconds
         self._drain_seconds = drain_seconds
@@ -136,6 +153,7 @@ class DrainingServer(uvicorn.Server):
         if not self._engine.status().ready:
             grace_seconds = 0
         logger.info("Stopping: not ready any more", extra={"fields": {"signal": sig}})
+        self.on_stopping()
         self._engine.drain()
         self._loop.call_later(grace_seconds, self._stop_accepting)
         self._loop.call_later(
@@ -157,7 +175,7 @@ class DrainingServer(uvicorn.Server):
         self.force_exit = True
 
 
-def _load(engine: Engine, config: Config) -> None:
+def _load(engine: Engine, tuner: Tuner, config: Config) -> None:
     started = time.monotonic()
     engine.load()
     model = engine.status().model
@@ -174,6 +192,7 @@ def _load(engine: Engine, config: Config) -> None:
             }
         },
     )
+    tuner.start(engine.set_cost_model)
     if model.notice:
         logger.warning(model.notice)
     url = f"http://{local_host(config.host)}:{config.port}"
@@ -205,7 +224,7 @@ def _log_start(config: Config) -> None:
                 "model": str(config.model_dir or config.hub_variant.value),
                 "execution_provider": config.execution_provider.value,
                 "workers": config.workers,
-                "intra_threads": config.intra_threads,
+                "intra_threads": config.intra_threads or "auto",
                 "max_batch": config.max_batch,
                 "max_seq_length": config.max_seq_length,
                 "cache_dir": str(config.cache_dir),

@@ -67,7 +67,17 @@ class ProbeStatus(enum.Enum):
 
 @attrs.frozen
 class Tuning:
-    """Where the workspace budget comes from; None means not measured."""
+    """Where the workspace budget comes from; None means not measured.
+
+    `max_workspace_bytes`: of one forward pass. `total_workspace_bytes`: of all that run at the same
+    time, so a text that does not fit into one share may have it alone; None where a setting pins
+    the ceiling, which is then obeyed as it is.
+    `coefficients_source`: ``conservative``, ``probe``, ``cache`` or the setting that pins them;
+    `reason` says why they are used, and why the probe stopped.
+    `longest_text_tokens`: a longer text is refused.
+    `excess_passes`: passes that needed over 20 % more than estimated.
+    `fit_r_squared`, `fit_worst_relative_error`, `fit_margin`: how well the measurements fit.
+    """
 
     a_bytes_per_token: float
     b_bytes_per_token_sq: float
@@ -78,6 +88,14 @@ class Tuning:
     model_rss_bytes_per_worker: int | None = None
     worst_case_peak_bytes: int | None = None
     utilization_pct: float | None = None
+    total_workspace_bytes: int | None = None
+    coefficients_source: str | None = None
+    reason: str | None = None
+    longest_text_tokens: int | None = None
+    excess_passes: int = 0
+    fit_r_squared: float | None = None
+    fit_worst_relative_error: float | None = None
+    fit_margin: float | None = None
 
 
 @attrs.frozen

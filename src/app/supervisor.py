@@ -9,12 +9,14 @@ from concurrent.futures import Future, InvalidStateError
 
 import attrs
 
+from ..domain.cost_model import CostModel
 from ..domain.errors import NotReadyError, NoWorkersError, UnavailableError
 from ..domain.ports import Clock
 from .canary import canary_job
 from .jobs import Job
 from .loading import LoadedModel, ProcessMemory, close, load_tested
 from .pace import Passed
+from .service import ProbeStatus, Tuning
 from .workers import PoolStatus, WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ class Supervisor:
         self._memory = memory
         self._lock = threading.Lock()
         self._model: LoadedModel | None = None
+        self._tuning: Tuning | None = None
         self._next_model: Future[LoadedModel] = Future()
         self._is_wanted = False
         self._failure: str | None = None
@@ -72,6 +75,16 @@ class Supervisor:
         return self._model
 
     @property
+    def tuning(self) -> Tuning | None:
+        """Where the present cost model comes from; None before the first load."""
+        return self._tuning
+
+    def set_cost_model(self, cost_model: CostModel, tuning: Tuning) -> None:
+        """Use it from the next chunk on; later loads of the model keep it."""
+        self._pool.set_cost_model(cost_model, tuning.total_workspace_bytes)
+        self._tuning = tuning
+
+    @property
     def failure(self) -> str | None:
         """Why the engine was given up."""
         return self._failure
@@ -88,7 +101,7 @@ class Supervisor:
             ModelError: the model cannot be obtained, or fails its self-test.
         """
         model = load_tested(self._load_model)
-        self._pool.set_cost_model(model.cost_model)  # later loads keep what was measured meanwhile
+        self.set_cost_model(model.cost_model, model.tuning)
         self._attach(model)
         self._beat_at = self._clock()
         self._thread.start()
@@ -211,9 +224,12 @@ class Supervisor:
 
     def _is_idle(self, status: PoolStatus) -> bool:
         timeout = self._settings.idle_timeout_seconds
-        if not timeout or status.idle_since is None:
+        if not timeout or status.idle_since is None or self._is_probing():
             return False
         return self._clock() - status.idle_since >= timeout
+
+    def _is_probing(self) -> bool:
+        return self._tuning is not None and self._tuning.probe_status is ProbeStatus.RUNNING
 
     def _beat(self, status: PoolStatus) -> None:
         now, interval = self._clock(), self._settings.heartbeat_seconds
@@ -233,7 +249,7 @@ class Supervisor:
             "queue_depth": status.waiting_texts,
             "queue_tokens": status.waiting_tokens,
             "available_permits": status.live_workers - status.busy_workers,
-            "probe_status": self._model.tuning.probe_status.value if self._model else None,
+            "probe_status": self._tuning.probe_status.value if self._tuning else None,
             "chunks": self._passed.chunks - before.chunks,
             "chunk_texts": self._passed.texts - before.texts,
             "chunk_tokens": tokens,

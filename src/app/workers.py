@@ -72,6 +72,8 @@ class WorkerPool:
         self._started = 0
         self._replaced = 0
         self._model: LoadedModel | None = None
+        self._total_workspace_bytes: int | None = None
+        self._is_making_room = False
         self._is_draining = False
         self._refusal: UnavailableError | None = None
 
@@ -88,9 +90,16 @@ class WorkerPool:
         with self._changed:
             self._model = None
 
-    def set_cost_model(self, cost_model: CostModel) -> None:
-        """From the next chunk on, this decides what fits; needs no lock."""
+    def set_cost_model(
+        self, cost_model: CostModel, total_workspace_bytes: int | None = None
+    ) -> None:
+        """From the next chunk on, this decides what fits; needs no lock.
+
+        `total_workspace_bytes` is for all chunks that run at the same time: one that is larger than
+        its share waits until the others leave room. None lets each start at once.
+        """
         self._queue.set_cost_model(cost_model)
+        self._total_workspace_bytes = total_workspace_bytes
 
     def submit(self, job: Job, deadline: float | None = None) -> int:
         """Queue a job; returns the number by which `forget` knows it.
@@ -168,6 +177,8 @@ class WorkerPool:
             self._changed.wait_for(lambda: not self._workers)
 
     def _free_workers(self) -> int:
+        if self._is_making_room:  # nobody may begin anything
+            return 0
         return sum(worker.task is None for worker in self._workers)
 
     def _start_missing(self) -> None:
@@ -211,10 +222,14 @@ class WorkerPool:
         """Wait for the next chunk; None when the worker shall end."""
         with self._changed:
             while not worker.is_retired:
-                if self._model and (
+                if self._can_begin() and (
                     task := self._queue.next_task(worker.serial, self._free_workers())
                 ):
-                    return self._begin(worker, task), self._backend(worker, self._model)
+                    self._wait_for_room(worker, task)
+                    wanted = task.without_finished_jobs()
+                    if wanted is None or self._model is None:
+                        continue
+                    return self._begin(worker, wanted), self._backend(worker, self._model)
                 if self._is_draining and not self._queue.has_jobs:
                     self._workers.remove(worker)
                     self._refusal = NotReadyError("the server is stopping")
@@ -222,6 +237,29 @@ class WorkerPool:
                     return None
                 self._changed.wait()
             return None
+
+    def _can_begin(self) -> bool:
+        return self._model is not None and not self._is_making_room
+
+    def _wait_for_room(self, worker: _Worker, task: Task) -> None:
+        """Until what runs leaves room for `task`; meanwhile nothing else begins."""
+        if self._has_room(task):
+            return
+        self._is_making_room = True
+        try:
+            self._changed.wait_for(
+                lambda: worker.is_retired or (self._model is not None and self._has_room(task))
+            )
+        finally:
+            self._is_making_room = False
+            self._changed.notify_all()
+
+    def _has_room(self, task: Task) -> bool:
+        total_bytes = self._total_workspace_bytes
+        running = [worker.task.estimated_bytes for worker in self._workers if worker.task]
+        if total_bytes is None or not running:
+            return True
+        return sum(running) + task.estimated_bytes <= total_bytes
 
     def _begin(self, worker: _Worker, task: Task) -> Task:
         worker.task = task
@@ -244,6 +282,8 @@ class WorkerPool:
             if not worker.is_retired:
                 worker.task = None
                 self._queue.succeeded(task, outcomes, self._clock() - worker.started_at)
+                if self._is_making_room:
+                    self._changed.notify_all()
 
     def _fail(self, worker: _Worker, task: Task, error: Exception) -> None:
         logger.error(

@@ -1,11 +1,165 @@
-"""How much memory the server may use."""
+"""How much memory the server may use, and what it can do with it."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
+import attrs
+
+from .cost_model import BGE_M3_ATTENTION_HEADS, FLOAT32_BYTES, CostModel
+from .errors import ConfigError, RequestTooLargeError
 from .ports import MemoryProbe
-from .types import MemoryLimit
+from .probe_fit import Coefficients
+from .types import MemoryLimit, ModelContract
+
+OS_HEADROOM_BYTES = 256 * 1024**2
+"""Left to the kernel, request bodies and answers."""
+
+LEAST_USEFUL_TOKENS = 512
+"""A server that cannot embed one text of this length is refused at start."""
+
+HIGH_UTILIZATION_PCT = 90.0
 
 
-def first_limit(probes: Iterable[MemoryProbe]) -> MemoryLimit | None:
-    """The answer of the first probe that has one: probes go from the tightest source outward."""
-    return next((limit for probe in probes if (limit := probe.limit()) is not None), None)
+def tightest_limit(probes: Iterable[MemoryProbe]) -> MemoryLimit | None:
+    """The smallest answer of all probes: a group's limit may exceed what the host can give."""
+    limits = [limit for probe in probes if (limit := probe.limit()) is not None]
+    return min(limits, key=lambda limit: limit.limit_bytes, default=None)
+
+
+def conservative_coefficients(
+    contract: ModelContract, bytes_per_value: int = FLOAT32_BYTES
+) -> Coefficients:
+    """`CostModel.conservative`, from the model's own shape."""
+    model = CostModel.conservative(
+        attention_heads=contract.attention_heads or BGE_M3_ATTENTION_HEADS,
+        hidden_size=contract.hidden_size,
+        bytes_per_value=bytes_per_value,
+    )
+    return Coefficients(model.a_bytes_per_token, model.b_bytes_per_token_sq)
+
+
+@attrs.frozen(kw_only=True)
+class Budget:
+    """The shares of the memory that this process may use.
+
+    `available_bytes`: all of it. `model_bytes`: resident once the model is loaded, the interpreter
+    and every session included. `workers`: forward passes that run at the same time.
+    """
+
+    available_bytes: int
+    model_bytes: int
+    workers: int
+    safety_factor: float
+
+    @property
+    def workspace_bytes(self) -> int:
+        """For all forward passes that run at the same time."""
+        free_bytes = self.available_bytes - self.model_bytes - OS_HEADROOM_BYTES
+        return math.floor(max(0, free_bytes) * self.safety_factor)
+
+    @property
+    def workspace_bytes_per_worker(self) -> int:
+        """For one forward pass."""
+        free_bytes = self.available_bytes - self.model_bytes - OS_HEADROOM_BYTES
+        return math.floor(max(0, free_bytes) * self.safety_factor / self.workers)
+
+    @property
+    def model_bytes_per_worker(self) -> int:
+        """The model's share of each worker: together they are what is really resident."""
+        return self.model_bytes // self.workers
+
+    def worst_case_peak_bytes(self, max_workspace_bytes: int | None = None) -> int:
+        """Every worker at its ceiling; `max_workspace_bytes` is one that somebody else chose."""
+        per_worker = (
+            self.workspace_bytes_per_worker if max_workspace_bytes is None else max_workspace_bytes
+        )
+        return self.workers * per_worker + self.model_bytes + OS_HEADROOM_BYTES
+
+    def utilization_pct(self, max_workspace_bytes: int | None = None) -> float:
+        """The worst case as a share of what is available."""
+        if not self.available_bytes:
+            return 0.0
+        return 100 * self.worst_case_peak_bytes(max_workspace_bytes) / self.available_bytes
+
+
+def require_useful(budget: Budget, source: str, coefficients: Coefficients, max_tokens: int) -> int:
+    """The longest text that fits; at least one of 512 tokens (or `max_tokens`) must.
+
+    Args:
+        budget: what there is.
+        source: who says how much memory there is.
+        coefficients: what a text costs.
+        max_tokens: the longest text that is accepted at all.
+
+    Raises:
+        ConfigError: shows the arithmetic and three ways out.
+    """
+    per_worker = budget.workspace_bytes_per_worker
+    fitting = longest_text(coefficients.cost_model(per_worker), max_tokens)
+    least = min(LEAST_USEFUL_TOKENS, max_tokens)
+    if fitting >= least:
+        return fitting
+    need_bytes = math.ceil(coefficients.cost_bytes(1, least))
+    least_bytes = budget.model_bytes + OS_HEADROOM_BYTES
+    least_bytes += math.ceil(need_bytes * budget.workers / budget.safety_factor)
+    raise ConfigError(
+        f"memory does not suffice for one text of {least} tokens per worker:\n"
+        f"    {_mib(budget.available_bytes)} available ({source})\n"
+        f"  - {_mib(budget.model_bytes)} resident with the model loaded\n"
+        f"  - {_mib(OS_HEADROOM_BYTES)} headroom\n"
+        f"  x {budget.safety_factor:g} safety factor / {budget.workers} workers\n"
+        f"  = {_mib(per_worker)} of workspace for each worker; {_mib(need_bytes)} are needed\n"
+        "Ways out:\n"
+        f"  1. give the process {_mib(least_bytes)} or more\n"
+        f"  2. {_fewer_workers(budget, need_bytes)}\n"
+        "  3. load a smaller model: BGE_M3_MODEL=int8 needs a quarter of fp32's memory"
+    )
+
+
+def require_fits(lengths: Sequence[int], cost_model: CostModel) -> None:
+    """Refuse texts that do not fit the workspace even alone.
+
+    Raises:
+        RequestTooLargeError: names the first such text, what it needs and what would fit.
+    """
+    for index, tokens in enumerate(lengths):
+        if not cost_model.fits(1, tokens):
+            raise RequestTooLargeError(
+                f"input[{index}] has {tokens} tokens, which need "
+                f"{_mib(cost_model.chunk_cost_bytes(1, tokens))} of workspace; this server has "
+                f"{_mib(cost_model.max_workspace_bytes)} for it: send texts of at most "
+                f"{longest_text(cost_model, tokens)} tokens",
+                param=f"input[{index}]",
+            )
+
+
+def longest_text(cost_model: CostModel, max_tokens: int) -> int:
+    """Tokens of the longest single text that fits, at most `max_tokens`; 0 if none does."""
+    low, high = 0, max_tokens
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if cost_model.fits(1, middle) else (low, middle - 1)
+    return low
+
+
+def largest_batch(cost_model: CostModel, tokens: int, max_batch: int) -> int:
+    """The most texts of `tokens` tokens that fit together, at most `max_batch`; 0 if none does."""
+    low, high = 0, max_batch
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if cost_model.fits(middle, tokens) else (low, middle - 1)
+    return low
+
+
+def _fewer_workers(budget: Budget, need_bytes: int) -> str:
+    fitting = budget.workspace_bytes // need_bytes
+    if 1 <= fitting < budget.workers:
+        return f"share it between fewer workers: BGE_M3_WORKERS={fitting}"
+    return (
+        "use more of it: BGE_M3_WORKERS=1, and BGE_M3_MEMORY_SAFETY_FACTOR "
+        f"above {budget.safety_factor:g}"
+    )
+
+
+def _mib(count_bytes: int) -> str:
+    return f"{count_bytes / 2**20:.0f} MiB"

@@ -14,7 +14,7 @@
     │   ├── HeadUnavailableError      the loaded model has no such head
     │   └── RequestTooLargeError      the request would not even fit an empty queue
     ├── UnavailableError              the server cannot do the work at the moment
-    │   ├── NotReadyError             models are still loading, or the server is stopping
+    │   ├── NotReadyError             loading, measuring or stopping
     │   ├── NoWorkersError            no worker is alive
     │   ├── QueueFullError            too much work is waiting
     │   └── DeadlineExceededError     the work was not done within the time that the caller set
@@ -90,7 +90,14 @@ class UnavailableError(BgeM3Error):
 
 
 class NotReadyError(UnavailableError):
-    """Models are still loading, or the server is stopping."""
+    """Models are still loading or being measured, or the server is stopping.
+
+    `retry_after_seconds`: when trying again makes sense, where that is known.
+    """
+
+    def __init__(self, message: str, *, retry_after_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
 
 
 class NoWorkersError(UnavailableError):

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from .probe_fit import Fit
 from .types import (
     ChunkStats,
     Floats,
@@ -11,6 +12,8 @@ from .types import (
     HeadProjections,
     MemoryLimit,
     ModelContract,
+    ProbeKey,
+    ResidentMemory,
     TokenBatch,
     TokenizedText,
 )
@@ -55,6 +58,58 @@ class MemoryProbe(Protocol):
 
     def limit(self) -> MemoryLimit | None:
         """The limit, or None where this source has nothing to say."""
+        ...
+
+
+class PeakMemory(Protocol):
+    """The high-water mark of this process's resident memory."""
+
+    def resident(self) -> ResidentMemory:
+        """What is resident now."""
+        ...
+
+    def reset_peak(self) -> None:
+        """Forget everything above what is resident now."""
+        ...
+
+    def peak_bytes(self) -> int:
+        """The most that was resident since `reset_peak`."""
+        ...
+
+
+class WorkspaceMeter(Protocol):
+    """Runs forward passes of exact shapes and tells what they needed."""
+
+    def warm_up(self) -> None:
+        """Run a tiny pass, and take what is resident after it for the loaded model.
+
+        Raises:
+            InferenceError: the engine failed.
+        """
+        ...
+
+    def resident_bytes(self) -> int:
+        """What is resident now."""
+        ...
+
+    def peak_bytes(self, batch: int, tokens: int) -> int | None:
+        """Peak above the loaded model of one pass; None if other work ran meanwhile.
+
+        Raises:
+            InferenceError: the engine failed.
+        """
+        ...
+
+
+class CoefficientStore(Protocol):
+    """Keeps a fit from one start of the server to the next."""
+
+    def load(self, key: ProbeKey) -> Fit | str:
+        """The fit of `key`, or why there is none that can be used."""
+        ...
+
+    def save(self, key: ProbeKey, fit: Fit) -> str | None:
+        """Keep `fit`; returns why that failed, None when it did not."""
         ...
 
 

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .cost_model import CostModel
+from .budget import conservative_coefficients
+from .cost_model import DEFAULT_MAX_WORKSPACE_BYTES
 from .embedder import Embedder
 from .errors import InferenceError, SelfTestError
 from .ports import InferenceBackend, Tokenizer
@@ -40,7 +41,8 @@ def self_test(tokenizer: Tokenizer, backend: InferenceBackend, *, is_bge_m3: boo
     Raises:
         SelfTestError: says what came back and what was expected.
     """
-    embedder = Embedder(tokenizer, backend, CostModel.conservative())
+    conservative = conservative_coefficients(backend.contract)
+    embedder = Embedder(tokenizer, backend, conservative.cost_model(DEFAULT_MAX_WORKSPACE_BYTES))
     try:
         embeddings = embedder.embed(TEXTS, backend.contract.heads)
     except InferenceError as error:

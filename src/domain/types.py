@@ -186,6 +186,51 @@ class MemoryLimit:
 
 
 @attrs.frozen
+class ResidentMemory:
+    """Physical memory of this process.
+
+    `anonymous_bytes`: what only this process has; the kernel cannot drop it.
+    `file_bytes`: mapped files, which the kernel drops and reads again as it likes.
+    """
+
+    anonymous_bytes: int
+    file_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Both: what counts as resident."""
+        return self.anonymous_bytes + self.file_bytes
+
+
+@attrs.frozen(kw_only=True)
+class ProbeKey:
+    """Everything that changes what a forward pass costs; coefficients of another key are foreign.
+
+    `model_fingerprint`: of the graph file, which holds every operation.
+    `engine`: its name and the options that matter to memory.
+    """
+
+    server_version: str
+    model_id: str
+    model_fingerprint: str
+    precision: str
+    engine: str
+    engine_version: str
+    intra_threads: int
+    max_tokens: int
+    cpu_model: str
+    architecture: str
+
+
+@attrs.frozen
+class CpuCount:
+    """CPUs that this process may keep busy, and who says so (``affinity``, ``cgroup_v2``, …)."""
+
+    count: int
+    source: str
+
+
+@attrs.frozen
 class GpuDevice:
     """One accelerator; figures are None where the source cannot tell."""
 

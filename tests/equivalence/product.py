@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from bge_m3_server.app.config import load_config
-from bge_m3_server.app.container import build_container, load_model
+from bge_m3_server.app.container import build_container
 from bge_m3_server.app.engine import LoadedModel
 from bge_m3_server.domain import Embedder, Embedding, Heads
 
@@ -15,7 +15,7 @@ def load_directory(directory: Path, **variables: str) -> LoadedModel:
     environment = {"BGE_M3_MODEL_DIR": str(directory), "BGE_M3_INTRA_THREADS": "2", **variables}
     config = load_config(environment, "linux")
     container = build_container(config)
-    return load_model(config, container.gpus(), container.memory_probes())
+    return container.load_model()
 
 
 def embedder_of(model: LoadedModel) -> Embedder:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from bge_m3_server.app.config import load_config
-from bge_m3_server.app.container import build_container, load_model
+from bge_m3_server.app.container import build_container
 from bge_m3_server.domain import HeadWeights, ModelError, score_pair
 
 from tests.equivalence import bge_m3_golden as golden
@@ -30,7 +30,7 @@ def load_bge_m3(variant):
             "set BGE_M3_CACHE_DIR to where it is"
         )
     try:
-        return embedder_of(load_model(config, container.gpus(), container.memory_probes()))
+        return embedder_of(container.load_model())
     except ModelError as error:
         pytest.skip(f"BGE-M3 {variant} is not complete in {CACHE}: {error}")
 

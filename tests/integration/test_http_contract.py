@@ -310,6 +310,14 @@ def test_health_full(http, service, state, name, live):
             "model_rss_bytes_per_worker": None,
             "worst_case_peak_bytes": None,
             "utilization_pct": None,
+            "total_workspace_bytes": None,
+            "coefficients_source": None,
+            "reason": None,
+            "longest_text_tokens": None,
+            "excess_passes": 0,
+            "fit_r_squared": None,
+            "fit_worst_relative_error": None,
+            "fit_margin": None,
         },
     }
 

@@ -66,11 +66,20 @@ class ServerProcess:
 def running_server(
     environment: Mapping[str, str], *, wait_until_ready: bool = True
 ) -> Iterator[ServerProcess]:
-    """Start a server on a free port and stop it at the end."""
+    """Start a server on a free port and stop it at the end.
+
+    It measures nothing, so that no test shares the processor with a probe: tests of the probe set
+    `BGE_M3_DISABLE_AUTO_BUDGET` to nothing.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", "bge_m3_server.app.cli", "serve"],
         env=clean_environment(
-            **{"BGE_M3_BIND": "127.0.0.1:0", "BGE_M3_SHUTDOWN_GRACE_SECS": "0", **environment}
+            **{
+                "BGE_M3_BIND": "127.0.0.1:0",
+                "BGE_M3_SHUTDOWN_GRACE_SECS": "0",
+                "BGE_M3_DISABLE_AUTO_BUDGET": "1",
+                **environment,
+            }
         ),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

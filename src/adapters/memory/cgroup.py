@@ -1,10 +1,12 @@
 """Memory limits that a container or service manager puts on this process, in both cgroup versions.
 
-A limit binds through the whole hierarchy: the smallest one on the way from the process's own
-group up to the root is the one the kernel enforces.
+A limit binds through the whole hierarchy, and at each level it binds all processes of the group
+together: what this process may use is the smallest difference, on the way from its own group up to
+the root, between a limit and what the others of that group hold.
 """
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
@@ -15,9 +17,34 @@ from ...domain.types import MemoryLimit
 UNLIMITED_BYTES = 1 << 40
 """From 1 TiB on a figure means "no limit": cgroup v1 writes one near 2⁶³."""
 
-_V2_CONTROLLER = ""
-_V2_FILES = ("memory.max", "memory.high")
-_V1_FILES = ("memory.limit_in_bytes",)
+
+@attrs.frozen
+class _Version:
+    """Where a version keeps its files and what they are called.
+
+    `held`: the fields of ``memory.stat`` that add up to what the kernel cannot drop.
+    """
+
+    mount: str
+    controller: str
+    limit_files: tuple[str, ...]
+    held: frozenset[str]
+
+
+_V2 = _Version(
+    "sys/fs/cgroup",
+    "",
+    ("memory.max", "memory.high"),
+    frozenset({"anon", "shmem", "kernel_stack", "pagetables", "slab_unreclaimable", "sock"}),
+)
+_V1 = _Version(
+    "sys/fs/cgroup/memory",
+    "memory",
+    ("memory.limit_in_bytes",),
+    frozenset({"total_rss", "total_shmem"}),
+)
+
+_OWN_FIELD = re.compile(r"^(?:RssAnon|RssShmem):\s+(\d+) kB$", re.ASCII | re.MULTILINE)
 
 
 @attrs.frozen
@@ -28,7 +55,9 @@ class CgroupV2Probe:
 
     def limit(self) -> MemoryLimit | None:
         """The tighter of ``memory.max`` and ``memory.high`` over all levels."""
-        limit_bytes = cgroup_v2_limit_bytes(self.root)
+        # Without an entry for version 2 the process is in no group of it.
+        is_member = _V2.controller in parse_membership(read_text(self.root / "proc/self/cgroup"))
+        limit_bytes = _limit_bytes(self.root, _V2) if is_member else None
         return None if limit_bytes is None else MemoryLimit(limit_bytes, "cgroup_v2")
 
 
@@ -40,22 +69,8 @@ class CgroupV1Probe:
 
     def limit(self) -> MemoryLimit | None:
         """The tightest ``memory.limit_in_bytes`` over all levels."""
-        limit_bytes = cgroup_v1_limit_bytes(self.root)
+        limit_bytes = _limit_bytes(self.root, _V1)
         return None if limit_bytes is None else MemoryLimit(limit_bytes, "cgroup_v1")
-
-
-def cgroup_v2_limit_bytes(root: Path) -> int | None:
-    """Limit of this process below `root`, the top of the file system; None if there is none."""
-    path = parse_membership(_read(root / "proc/self/cgroup")).get(_V2_CONTROLLER)
-    if path is None:
-        return None
-    return min(_limits_bytes(root / "sys/fs/cgroup", path, _V2_FILES), default=None)
-
-
-def cgroup_v1_limit_bytes(root: Path) -> int | None:
-    """Limit of this process below `root`, the top of the file system; None if there is none."""
-    path = parse_membership(_read(root / "proc/self/cgroup")).get("memory", "/")
-    return min(_limits_bytes(root / "sys/fs/cgroup/memory", path, _V1_FILES), default=None)
 
 
 def parse_membership(text: str) -> Mapping[str, str]:
@@ -81,8 +96,18 @@ def parse_limit_bytes(text: str) -> int | None:
     return limit_bytes if 0 < limit_bytes < UNLIMITED_BYTES else None
 
 
-def _limits_bytes(mount: Path, group: str, files: tuple[str, ...]) -> Iterator[int]:
-    """Every limit from the group up to and including the mount point.
+def held_bytes(memory_stat: str, fields: frozenset[str]) -> int:
+    """The sum of `fields` in a ``memory.stat`` file; what it does not have counts as nothing."""
+    lines = (line.split() for line in memory_stat.splitlines())
+    return sum(
+        int(figure)
+        for name, figure in (line for line in lines if len(line) == len(("name", "1")))
+        if name in fields and figure.isdecimal()
+    )
+
+
+def group_levels(mount: Path, group: str) -> Iterator[Path]:
+    """The directories of a group and of all groups around it, up to the mount point.
 
     Inside a container the path may be the host's, whose lower levels do not exist here: the
     mount point then is the container's own group.
@@ -90,14 +115,28 @@ def _limits_bytes(mount: Path, group: str, files: tuple[str, ...]) -> Iterator[i
     # A process outside its cgroup namespace's root has `..` in its path; nothing above is visible.
     levels = [part for part in PurePosixPath(group).parts if part not in {"/", ".."}]
     for depth in range(len(levels), -1, -1):
-        for name in files:
-            limit_bytes = parse_limit_bytes(_read(mount.joinpath(*levels[:depth], name)))
-            if limit_bytes is not None:
-                yield limit_bytes
+        yield mount.joinpath(*levels[:depth])
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """What a kernel file says; nothing if it cannot be read."""
     try:
         return os.fsdecode(path.read_bytes())
     except OSError:
         return ""
+
+
+def _limit_bytes(root: Path, version: _Version) -> int | None:
+    """What this process may use below `root`, the top of the file system; None if unlimited."""
+    membership = parse_membership(read_text(root / "proc/self/cgroup"))
+    own_bytes = sum(
+        int(figure) * 1024 for figure in _OWN_FIELD.findall(read_text(root / "proc/self/status"))
+    )
+    usable = []
+    for directory in group_levels(root / version.mount, membership.get(version.controller, "/")):
+        others_bytes = held_bytes(read_text(directory / "memory.stat"), version.held) - own_bytes
+        for name in version.limit_files:
+            limit_bytes = parse_limit_bytes(read_text(directory / name))
+            if limit_bytes is not None:
+                usable.append(max(0, limit_bytes - max(0, others_bytes)))
+    return min(usable, default=None)

@@ -15,6 +15,7 @@ from ...domain.errors import (
     InferenceError,
     InvalidInputError,
     NonFiniteOutputError,
+    NotReadyError,
     QueueFullError,
     RequestTooLargeError,
     UnavailableError,
@@ -68,7 +69,9 @@ def _unavailable(error: UnavailableError) -> Failure:
         return Failure(429, "rate_limit_error", str(error), headers=headers)
     if isinstance(error, DeadlineExceededError):  # a second try would take as long
         return Failure(504, "timeout_error", str(error), headers=_DO_NOT_RETRY)
-    return Failure(503, "service_unavailable", str(error))
+    seconds = error.retry_after_seconds if isinstance(error, NotReadyError) else None
+    headers = {} if seconds is None else _retry_after(seconds)
+    return Failure(503, "service_unavailable", str(error), headers=headers)
 
 
 def _failing_text(error: InferenceError) -> Failure:

@@ -184,6 +184,14 @@ class TuningReport(msgspec.Struct, frozen=True, kw_only=True):
     model_rss_bytes_per_worker: int | None = None
     worst_case_peak_bytes: int | None = None
     utilization_pct: float | None = None
+    total_workspace_bytes: int | None = None
+    coefficients_source: str | None = None
+    reason: str | None = None
+    longest_text_tokens: int | None = None
+    excess_passes: int = 0
+    fit_r_squared: float | None = None
+    fit_worst_relative_error: float | None = None
+    fit_margin: float | None = None
 
 
 class HealthReport(msgspec.Struct, frozen=True, kw_only=True):

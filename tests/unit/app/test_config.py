@@ -4,6 +4,7 @@ import logging
 import re
 
 import pytest
+from bge_m3_server.adapters.memory.cpu_count import cpu_count
 from bge_m3_server.app.config import (
     DEFAULT_WARMUP_SHAPES,
     WITHOUT_EFFECT_YET,
@@ -12,7 +13,10 @@ from bge_m3_server.app.config import (
     ModelVariant,
     load_config,
 )
+from bge_m3_server.app.container.model import intra_threads
 from bge_m3_server.domain.errors import ConfigError
+
+CPUS = cpu_count()
 
 
 def config(**environment):
@@ -25,7 +29,7 @@ def test_nothing_set_gives_the_documented_defaults():
 
     assert str(loaded.cache_dir) == "/cache"
     assert (loaded.host, loaded.port) == ("0.0.0.0", 8081)
-    assert (loaded.workers, loaded.intra_threads) == (2, 1)
+    assert (loaded.workers, loaded.intra_threads) == (2, None)
     assert (loaded.max_batch, loaded.max_seq_length) == (256, 8192)
     assert loaded.max_body_bytes == 33_554_432
     assert (loaded.idle_timeout_seconds, loaded.heartbeat_seconds) == (300, 60)
@@ -166,6 +170,21 @@ def test_a_variable_without_effect_says_so_once(name):
     assert [notice for notice in loaded.notices if notice.startswith(name)] == [
         f"{name} is set but has no effect yet in this version: {WITHOUT_EFFECT_YET[name]}"
     ]
+
+
+def test_the_deprecated_batch_size_is_handed_on():
+    """Whoever resolves the budget translates it, and warns."""
+    assert config(BGE_M3_ONNX_BATCH_SIZE="16").onnx_batch_size == 16
+    assert config().onnx_batch_size is None
+
+
+@pytest.mark.parametrize(("variables", "threads"), [({}, 1), ({"BGE_M3_INTRA_THREADS": "3"}, 3)])
+def test_threads_are_shared_out_among_workers(variables, threads, caplog):
+    """More workers than CPUs get one thread each, and the log names the source of the CPUs."""
+    caplog.set_level(logging.INFO)
+    assert intra_threads(config(**variables), workers=10_000) == threads
+    assert intra_threads(config(**variables), workers=1) == (threads if variables else CPUS.count)
+    assert {record.fields["source"] for record in caplog.records} <= {CPUS.source}
 
 
 def test_a_misspelt_variable_is_pointed_out():

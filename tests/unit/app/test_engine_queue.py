@@ -209,6 +209,22 @@ def test_the_canary_tells_when_the_engine_fails():
     assert report.reason == "the engine failed on a harmless text"
 
 
+def test_a_model_that_is_being_measured_is_not_unloaded():
+    """The idle time counts once the probe has ended."""
+    loader = Loader()
+
+    async def watch(engine):
+        engine.set_cost_model(BATCHES, Tuning(1.0, 0.0, 200, ProbeStatus.RUNNING))
+        await asyncio.sleep(0.2)
+        kept = engine.status().loaded_workers
+        engine.set_cost_model(BATCHES, Tuning(1.0, 0.0, 200, ProbeStatus.COMPLETE))
+        await until(lambda: engine.status().loaded_workers == 0)
+        return kept
+
+    with idling_engine(loader, idle_timeout_seconds=0.1) as (engine, _):
+        assert asyncio.run(watch(engine)) == 2
+
+
 def test_new_coefficients_outlive_a_reload():
     """What was measured is not forgotten when an idle model comes back."""
 

@@ -108,10 +108,11 @@ def test_ceiling_below_one_text():
     assert not model.fits(3, 50)
 
 
-def test_conservative_counts_two_float32_copies_of_the_attention_scores():
-    """Two copies of 4 bytes per head make 128 bytes per token pair for the 16 heads of BGE-M3."""
-    assert CostModel.conservative() == CostModel(16384.0, 128.0, 2 * GIB)
-    assert CostModel.conservative(attention_heads=12).b_bytes_per_token_sq == 96.0
+def test_conservative_counts_rows_per_token_and_copies_per_pair():
+    """24 float32 rows per token, and three float32 per head and token pair."""
+    assert CostModel.conservative() == CostModel(98_304.0, 192.0, 2 * GIB)
+    assert CostModel.conservative(attention_heads=12).b_bytes_per_token_sq == 144.0
+    assert CostModel.conservative(hidden_size=384).a_bytes_per_token == 36_864.0
     assert CostModel.conservative(5).max_workspace_bytes == 5
 
 

@@ -1,0 +1,128 @@
+"""What forward passes of BGE-M3's shape need, and how well the fitted cost model tells.
+
+Runs the server's own probe on the model of `synthetic_bge_m3`, then shapes that the probe never
+saw, and prints peaks, fit and errors. Peaks do not depend on how busy the machine is.
+
+    .venv/bin/python -m benchmarks.synthetic_bge_m3 .cache/synthetic
+    .venv/bin/python -m benchmarks.workspace .cache/synthetic/onnx/model.onnx --json peaks.json
+"""
+
+import argparse
+import json
+import platform
+import sys
+import threading
+import time
+from pathlib import Path
+
+import attrs
+import onnxruntime
+from bge_m3_server.adapters.memory.cpu_count import cpu_count, cpu_model
+from bge_m3_server.adapters.memory.peak import peak_memory
+from bge_m3_server.adapters.memory.trim import trim_heap
+from bge_m3_server.adapters.ort.session import OrtBackend, SessionSettings, session_options
+from bge_m3_server.app.metering import PassMeter, ProbeMeter
+from bge_m3_server.domain.budget import conservative_coefficients
+from bge_m3_server.domain.probe import Probe, ProbeLimits, probe_shapes
+from bge_m3_server.domain.probe_fit import FitRefusal, ShapePeak, fit_workspace
+from bge_m3_server.domain.types import GraphLayout, HeadProjections, Heads, ModelContract
+
+MIB = 2**20
+UNSEEN_SHAPES = ((3, 700), (2, 3000), (12, 150))
+
+CONTRACT = ModelContract(
+    layout=GraphLayout.SENTENCE_AND_TOKENS,
+    input_names=("input_ids", "attention_mask"),
+    outputs_by_head={Heads.DENSE: "sentence_embedding", Heads.SPARSE: "token_embeddings"},
+    hidden_size=1024,
+    max_tokens=8192,
+    attention_heads=16,
+)
+
+
+def main() -> None:
+    """Measure, print, and write the figures down."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("graph", type=Path)
+    parser.add_argument("--arena", action="store_true", help="let the engine keep what it frees")
+    parser.add_argument("--max-tokens", type=int, default=4096)
+    parser.add_argument("--memory-mib", type=int, default=12_000)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+
+    memory = peak_memory()
+    if isinstance(memory, str):
+        sys.exit(memory)
+    backend = open_backend(arguments.graph, arena=arguments.arena)
+    meter = ProbeMeter(backend, PassMeter(memory), trim_heap)
+    conservative = conservative_coefficients(CONTRACT)
+    limit_bytes = arguments.memory_mib * MIB
+    result = Probe(
+        probe_shapes(arguments.max_tokens, conservative),
+        meter,
+        conservative,
+        ProbeLimits(
+            memory_bytes=limit_bytes,
+            workspace_bytes=limit_bytes,
+            shape_seconds=240.0,
+            total_seconds=900.0,
+        ),
+        time.monotonic,
+        threading.Event().is_set,
+        time.sleep,
+    ).run()
+    print(f"{result.outcome.value}: {result.reason}")
+    for skipped in result.skipped:
+        print(f"skipped {skipped.shape}: {skipped.reason}")
+    fit = fit_workspace(result.peaks)
+    if isinstance(fit, FitRefusal):
+        sys.exit(fit.reason)
+    print(f"{fit.coefficients}\n{fit.quality}\nconservative: {conservative}")
+
+    unseen = []
+    for batch, tokens in UNSEEN_SHAPES:
+        started = time.monotonic()
+        peak_bytes = meter.peak_bytes(batch, tokens)
+        if peak_bytes is not None:
+            unseen.append(ShapePeak(batch, tokens, peak_bytes, time.monotonic() - started))
+    print("\n| shape | peak MiB | estimate MiB | error | conservative MiB | seconds |")
+    print("|---|---|---|---|---|---|")
+    for peak in (*result.peaks, *unseen):
+        estimate = fit.coefficients.cost_bytes(peak.batch, peak.tokens)
+        untold = conservative.cost_bytes(peak.batch, peak.tokens)
+        note = " (unseen)" if peak in unseen else ""
+        print(
+            f"| {peak.batch}x{peak.tokens}{note} | {peak.peak_bytes / MIB:.0f} "
+            f"| {estimate / MIB:.0f} | {estimate / peak.peak_bytes - 1:+.1%} "
+            f"| {untold / MIB:.0f} | {peak.seconds:.1f} |"
+        )
+    if arguments.json:
+        figures = {
+            "conditions": {
+                "cpu": cpu_model(),
+                "threads": cpu_count().count,
+                "engine": f"onnxruntime {onnxruntime.__version__}",
+                "arena": arguments.arena,
+                "python": platform.python_version(),
+            },
+            "conservative": attrs.asdict(conservative),
+            "fit": attrs.asdict(fit),
+            "peaks": [attrs.asdict(peak) for peak in result.peaks],
+            "unseen": [attrs.asdict(peak) for peak in unseen],
+        }
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+def open_backend(graph: Path, *, arena: bool) -> OrtBackend:
+    """The synthetic model on all CPUs of this process; `arena` is the engine's own allocator."""
+    options = session_options(SessionSettings(cpu_count().count, Path("unused")))
+    options.enable_cpu_mem_arena = arena
+    options.enable_mem_pattern = arena
+    session = onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+    return OrtBackend(CONTRACT, HeadProjections(), session)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""The start-up measurement of workspace: which shapes, in which order, and when to stop."""
+
+import enum
+from collections.abc import Callable, Sequence
+
+import attrs
+
+from .errors import InferenceError
+from .ports import Clock, WorkspaceMeter
+from .probe_fit import Coefficients, ShapePeak
+
+Shape = tuple[int, int]
+"""Batch and tokens of one forward pass."""
+
+PROBE_SHAPES: tuple[Shape, ...] = (
+    (1, 64),
+    (4, 64),
+    (1, 256),
+    (8, 128),
+    (1, 512),
+    (1, 1024),
+    (4, 512),
+    (1, 2048),
+    (1, 4096),
+)
+"""Short and long texts, alone and together: both terms of the cost model dominate somewhere."""
+
+GROWTH_MARGIN = 1.1
+"""On top of the growth bound: the peaks it starts from scatter."""
+
+
+@attrs.frozen(kw_only=True)
+class ProbeLimits:
+    """What the probe may use.
+
+    `memory_bytes`: resident memory of the process that must not be passed; None if unlimited.
+    `workspace_bytes`: the most that any forward pass will be allowed: no use measuring above.
+    `shape_seconds`: of one forward pass. `total_seconds`: of the whole probe.
+    `retry_seconds`: pause after a measurement that other work disturbed.
+    """
+
+    memory_bytes: int | None
+    workspace_bytes: int
+    shape_seconds: float = 60.0
+    total_seconds: float = 300.0
+    retry_seconds: float = 1.0
+
+
+class ProbeOutcome(enum.Enum):
+    """How a probe ended."""
+
+    COMPLETE = "complete"
+    CANCELLED = "cancelled"
+    TIMED_OUT = "timed_out"
+    ENGINE_FAILED = "engine_failed"
+
+
+@attrs.frozen
+class SkippedShape:
+    """A shape that was not measured, and why."""
+
+    shape: Shape
+    reason: str
+
+
+@attrs.frozen
+class ProbeResult:
+    """What was measured, in ascending order of cost; `reason` says why the probe stopped."""
+
+    peaks: tuple[ShapePeak, ...]
+    skipped: tuple[SkippedShape, ...]
+    outcome: ProbeOutcome
+    reason: str
+
+
+def probe_shapes(max_tokens: int, conservative: Coefficients) -> tuple[Shape, ...]:
+    """Shapes of texts up to `max_tokens`, the longest one among them, cheapest first."""
+    shapes = [shape for shape in PROBE_SHAPES if shape[1] <= max_tokens]
+    if all(tokens != max_tokens for _, tokens in shapes):
+        shapes.append((1, max_tokens))
+    return tuple(sorted(shapes, key=lambda shape: conservative.cost_bytes(*shape)))
+
+
+def growth(smaller: ShapePeak, shape: Shape) -> float:
+    """How many times more than `smaller` a shape can cost at most, for any a and b >= 0."""
+    batch, tokens = shape
+    positions = batch * tokens / (smaller.batch * smaller.tokens)
+    return positions * max(1.0, tokens / smaller.tokens)
+
+
+@attrs.define(eq=False)
+class Probe:
+    """Measures `shapes` one after the other.
+
+    Nothing is run that could breach a limit: what a shape needs is bounded by the shapes measured
+    before it, and by `conservative` for the first one. A pass that is running cannot be stopped,
+    so time is bounded in the same way.
+
+    `cancelled` is asked before every pass. `pause` waits for so many seconds, and may return
+    early when the probe is cancelled.
+    """
+
+    shapes: Sequence[Shape]
+    meter: WorkspaceMeter
+    conservative: Coefficients
+    limits: ProbeLimits
+    clock: Clock
+    cancelled: Callable[[], bool]
+    pause: Callable[[float], object]
+
+    _peaks: list[ShapePeak] = attrs.field(factory=list, init=False)
+    _skipped: list[SkippedShape] = attrs.field(factory=list, init=False)
+
+    def run(self) -> ProbeResult:
+        """Measure until done, cancelled or out of time; an engine that fails ends the probe."""
+        deadline = self.clock() + self.limits.total_seconds
+        try:
+            self.meter.warm_up()
+            for shape in self.shapes:
+                stop = self._probe(shape, deadline)
+                if stop is not None:
+                    return self._result(*stop)
+        except InferenceError as error:
+            return self._result(ProbeOutcome.ENGINE_FAILED, str(error))
+        return self._result(
+            ProbeOutcome.COMPLETE, f"{len(self._peaks)} of {len(self.shapes)} shapes were measured"
+        )
+
+    def _probe(self, shape: Shape, deadline: float) -> tuple[ProbeOutcome, str] | None:
+        """Measure or skip one shape; the result says that the probe is over."""
+        too_large = self._too_large(shape)
+        if too_large:
+            self._skipped.append(SkippedShape(shape, too_large))
+            return None
+        batch, tokens = shape
+        while True:
+            if self.cancelled():
+                return ProbeOutcome.CANCELLED, f"cancelled before {batch}x{tokens}"
+            started = self.clock()
+            if started + self._seconds(shape) > deadline:
+                return ProbeOutcome.TIMED_OUT, (
+                    f"{batch}x{tokens} would not end within the "
+                    f"{self.limits.total_seconds:.0f} s of the whole probe"
+                )
+            peak_bytes = self.meter.peak_bytes(batch, tokens)
+            if peak_bytes is not None:
+                self._peaks.append(ShapePeak(batch, tokens, peak_bytes, self.clock() - started))
+                return None
+            self.pause(self.limits.retry_seconds)
+
+    def _too_large(self, shape: Shape) -> str | None:
+        """Why a shape must not run; None if it may."""
+        limits = self.limits
+        need_bytes = self._need_bytes(shape)
+        if need_bytes > limits.workspace_bytes:
+            return (
+                f"may need {_mib(need_bytes)} of workspace, "
+                f"one pass may use {_mib(limits.workspace_bytes)}"
+            )
+        resident_bytes = self.meter.resident_bytes()
+        if limits.memory_bytes is not None and resident_bytes + need_bytes > limits.memory_bytes:
+            return (
+                f"may need {_mib(need_bytes)} beside the {_mib(resident_bytes)} in use, "
+                f"the limit is {_mib(limits.memory_bytes)}"
+            )
+        seconds = self._seconds(shape)
+        if seconds > limits.shape_seconds:
+            return f"may take {seconds:.0f} s, one pass may take {limits.shape_seconds:.0f} s"
+        return None
+
+    def _need_bytes(self, shape: Shape) -> float:
+        bounds = [peak.peak_bytes * growth(peak, shape) for peak in self._peaks if peak.peak_bytes]
+        bound = min(bounds) * GROWTH_MARGIN if bounds else self.conservative.cost_bytes(*shape)
+        return max(bound, max((peak.peak_bytes for peak in self._peaks), default=0))
+
+    def _seconds(self, shape: Shape) -> float:
+        return min((peak.seconds * growth(peak, shape) for peak in self._peaks), default=0.0)
+
+    def _result(self, outcome: ProbeOutcome, reason: str) -> ProbeResult:
+        return ProbeResult(tuple(self._peaks), tuple(self._skipped), outcome, reason)
+
+
+def _mib(count_bytes: float) -> str:
+    return f"{count_bytes / 2**20:.0f} MiB"

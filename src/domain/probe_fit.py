@@ -1,0 +1,193 @@
+"""From measured peaks to the two coefficients of the cost model, with proof of how well they fit.
+
+The peak workspace of a (batch, tokens) forward pass is y = a · x1 + b · x2 with x1 = batch·tokens
+(activations) and x2 = batch·tokens² (attention scores): least squares without an intercept, on
+x1 and x2 scaled to 1, because x2 is four orders of magnitude larger than x1.
+"""
+
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+from attrs.validators import ge
+from numpy.typing import NDArray
+
+from .cost_model import CostModel
+
+A_RANGE = (4096.0, 262_144.0)
+"""Bytes per token that a BERT may need: one float32 row of 1024 up to sixty-four."""
+
+B_RANGE = (0.01, 50_000.0)
+"""Bytes per token pair that attention may need: next to none when fused, up to 12 500 floats."""
+
+UNSEEN_SHAPE_MARGIN = 1.10
+"""What shapes that were not probed get on top: the measured ones scatter by up to 5 %."""
+
+_Column = NDArray[np.float64]
+
+_LEAST_POINTS = 2
+_RAISES = 33
+_SINGULAR = 1e-6
+"""Share of the largest squared entry below which a determinant counts as zero."""
+
+
+@attrs.frozen
+class ShapePeak:
+    """Peak workspace of one (batch, tokens) forward pass; `seconds` is how long it took."""
+
+    batch: int = attrs.field(validator=ge(1))
+    tokens: int = attrs.field(validator=ge(1))
+    peak_bytes: int = attrs.field(validator=ge(0))
+    seconds: float = 0.0
+
+
+@attrs.frozen
+class Coefficients:
+    """Bytes per token position, and per token position and token of the same text."""
+
+    a_bytes_per_token: float
+    b_bytes_per_token_sq: float
+
+    def cost_bytes(self, batch: int, tokens: int) -> float:
+        """Estimated workspace of one forward pass."""
+        positions = batch * tokens
+        return self.a_bytes_per_token * positions + self.b_bytes_per_token_sq * positions * tokens
+
+    def scaled(self, factor: float) -> "Coefficients":
+        """Both terms times `factor`."""
+        return Coefficients(self.a_bytes_per_token * factor, self.b_bytes_per_token_sq * factor)
+
+    def cost_model(self, max_workspace_bytes: int) -> CostModel:
+        """These coefficients under a ceiling."""
+        return CostModel(self.a_bytes_per_token, self.b_bytes_per_token_sq, max_workspace_bytes)
+
+
+@attrs.frozen
+class FitQuality:
+    """How far a fit can be trusted.
+
+    `r_squared`: share of the peaks' variance that least squares explains; 1 is all of it.
+    `worst_relative_error`: largest |estimate - peak| / peak of the least-squares fit.
+    `margin`: the highest estimate over its peak, once no estimate is below one.
+    `points`: shapes that were measured.
+    """
+
+    r_squared: float
+    worst_relative_error: float
+    margin: float
+    points: int
+
+
+@attrs.frozen
+class Fit:
+    """Coefficients to pack with: margin included, every probed shape covered."""
+
+    coefficients: Coefficients
+    quality: FitQuality
+
+
+@attrs.frozen
+class FitRefusal:
+    """Why measurements give no fit."""
+
+    reason: str
+
+
+def fit_workspace(peaks: Sequence[ShapePeak]) -> Fit | FitRefusal:
+    """Least squares, clamped to what a BERT can need, raised until it covers every peak."""
+    solved = least_squares(peaks)
+    if isinstance(solved, FitRefusal):
+        return solved
+    clamped = Coefficients(
+        _clamp(solved.a_bytes_per_token, A_RANGE), _clamp(solved.b_bytes_per_token_sq, B_RANGE)
+    )
+    x1, x2, measured = _columns(peaks)
+    estimated = _estimate(clamped, x1, x2)
+    covering = _covering(clamped, peaks).scaled(UNSEEN_SHAPE_MARGIN)
+    return Fit(
+        covering,
+        FitQuality(
+            r_squared=_r_squared(measured, estimated),
+            worst_relative_error=_worst_relative_error(measured, estimated),
+            margin=_worst_ratio(_estimate(covering, x1, x2), measured),
+            points=len(peaks),
+        ),
+    )
+
+
+def least_squares(peaks: Sequence[ShapePeak]) -> Coefficients | FitRefusal:
+    """The two-by-two normal equations, with a negative linear term taken for none."""
+    if len(peaks) < _LEAST_POINTS:
+        return FitRefusal(f"{len(peaks)} shapes were measured; two coefficients need at least two")
+    x1, x2, y = _columns(peaks)
+    if not y.any():
+        return FitRefusal("every measured peak is zero: memory use is not visible here")
+    x1_max, x2_max = x1.max(), x2.max()
+    n1, n2 = x1 / x1_max, x2 / x2_max
+    g11, g12, g22 = n1 @ n1, n1 @ n2, n2 @ n2
+    y1, y2 = n1 @ y, n2 @ y
+    determinant = g11 * g22 - g12 * g12
+    if abs(determinant) < _SINGULAR * max(g11, g22) ** 2:
+        return FitRefusal("all measured shapes have one length: the two terms cannot be told apart")
+    a = float((g22 * y1 - g12 * y2) / determinant / x1_max)
+    b = float((g11 * y2 - g12 * y1) / determinant / x2_max)
+    if b < 0:
+        return FitRefusal(f"peaks that grow less than the tokens do (b = {b:.3g}) cannot be right")
+    return Coefficients(max(a, 0.0), b)
+
+
+def is_plausible(coefficients: Coefficients) -> bool:
+    """Whether a fit with its margin can have given them; false for NaN."""
+    return (
+        A_RANGE[0] <= coefficients.a_bytes_per_token <= A_RANGE[1] * 2
+        and B_RANGE[0] <= coefficients.b_bytes_per_token_sq <= B_RANGE[1] * 2
+    )
+
+
+def _covering(least: Coefficients, peaks: Sequence[ShapePeak]) -> Coefficients:
+    """The raise of `least` that covers every peak and exceeds none by more than it must.
+
+    Passes peak either in the feed-forward part or in attention, so their sum is too low for some
+    shapes. Raising a costs long texts little and raising b costs short ones little; which mixture
+    is best is tried out.
+    """
+    x1, x2, measured = _columns(peaks)
+    lack = max(1.0, float((measured / _estimate(least, x1, x2)).max()))
+    candidates = []
+    for b in least.b_bytes_per_token_sq * np.geomspace(1.0, lack, _RAISES):
+        a = max(least.a_bytes_per_token, float(((measured - b * x2) / x1).max()))
+        candidates.append(Coefficients(a, float(b)))
+    return min(
+        candidates, key=lambda candidate: _worst_ratio(_estimate(candidate, x1, x2), measured)
+    )
+
+
+def _columns(peaks: Sequence[ShapePeak]) -> tuple[_Column, _Column, _Column]:
+    """Batch·tokens, batch·tokens² and peak of each shape."""
+    x1 = np.array([peak.batch * peak.tokens for peak in peaks], dtype=np.float64)
+    x2 = x1 * np.array([peak.tokens for peak in peaks], dtype=np.float64)
+    return x1, x2, np.array([peak.peak_bytes for peak in peaks], dtype=np.float64)
+
+
+def _estimate(coefficients: Coefficients, x1: _Column, x2: _Column) -> _Column:
+    return coefficients.a_bytes_per_token * x1 + coefficients.b_bytes_per_token_sq * x2
+
+
+def _clamp(value: float, limits: tuple[float, float]) -> float:
+    return min(max(value, limits[0]), limits[1])
+
+
+def _r_squared(measured: _Column, estimated: _Column) -> float:
+    spread = float(((measured - measured.mean()) ** 2).sum())
+    missed = float(((measured - estimated) ** 2).sum())
+    return 1.0 - missed / spread if spread else 0.0
+
+
+def _worst_relative_error(measured: _Column, estimated: _Column) -> float:
+    seen = measured > 0
+    return float((np.abs(estimated - measured)[seen] / measured[seen]).max())
+
+
+def _worst_ratio(estimated: _Column, measured: _Column) -> float:
+    seen = measured > 0
+    return float((estimated[seen] / measured[seen]).max())

@@ -1,0 +1,191 @@
+"""The memory budget of a real server: measured, remembered, pinned, refused."""
+
+import json
+import signal
+
+import httpx
+import pytest
+
+from tests.support.preview_fixture import preview_cache_dir, preview_files
+from tests.support.server_process import post, run_cli, running_server
+
+FIGURES = {
+    "a_bytes_per_token",
+    "b_bytes_per_token_sq",
+    "max_workspace_bytes",
+    "total_workspace_bytes",
+    "available_bytes",
+    "model_rss_bytes_per_worker",
+    "worst_case_peak_bytes",
+    "utilization_pct",
+    "longest_text_tokens",
+}
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    """A server that measures the preview model, with nothing remembered yet.
+
+    The model's texts are so short that the allocator would keep most of what a pass frees, by
+    chance more or less; with a fixed threshold the same peaks are measured every time.
+    """
+    preview_files()
+    directory = tmp_path_factory.mktemp("cache")
+    (directory / "preview").symlink_to(preview_cache_dir().resolve() / "preview")
+    return {
+        "BGE_M3_MODEL": "preview",
+        "BGE_M3_CACHE_DIR": str(directory),
+        "BGE_M3_LOG_FORMAT": "json",
+        "BGE_M3_DISABLE_AUTO_BUDGET": "",
+        "MALLOC_MMAP_THRESHOLD_": "131072",
+    }
+
+
+@pytest.fixture(scope="module")
+def starts(settings):
+    """Tuning blocks and logs of a first and a second start: while measuring, afterwards, again."""
+    with running_server(settings) as server:
+        measuring = tuning_of(server)
+        answered = post(server, "/v1/embeddings", {"input": "at once"}).status_code
+        server.wait_for_log("probe complete")
+        measured = tuning_of(server)
+        assert server.stop() == 0
+    with running_server({**settings, "BGE_M3_IDLE_TIMEOUT_SECS": "1"}) as again:
+        remembered = tuning_of(again)
+        again.wait_for_log("Unloaded the model")
+        assert post(again, "/v1/embeddings", {"input": "again"}).status_code == 200
+        reloaded = tuning_of(again)
+        assert again.stop() == 0
+    return {
+        "measuring": measuring,
+        "answered": answered,
+        "measured": measured,
+        "remembered": remembered,
+        "reloaded": reloaded,
+        "second log": "".join(again.log),
+    }
+
+
+def tuning_of(server):
+    return httpx.get(f"{server.url}/health").json()["tuning"]
+
+
+def test_requests_are_served_while_the_probe_runs(starts):
+    """Readiness waits for no measurement; conservative figures from the model's shape serve."""
+    measuring = starts["measuring"]
+
+    assert starts["answered"] == 200
+    assert measuring["probe_status"] == "running"
+    assert measuring["coefficients_source"] == "conservative"
+    assert measuring["a_bytes_per_token"] == 24 * 384 * 4
+    assert measuring["max_workspace_bytes"] < starts["measured"]["max_workspace_bytes"]
+
+
+def test_health_tells_what_was_measured(starts):
+    """Every figure of the tuning block is there, with its source and the quality of the fit."""
+    measured = starts["measured"]
+
+    assert measured["probe_status"] == "complete"
+    assert measured["coefficients_source"] == "probe"
+    assert measured["reason"] == "6 of 6 shapes were measured"
+    assert all(measured[figure] > 0 for figure in FIGURES)
+    assert 0.9 < measured["fit_r_squared"] <= 1
+    assert measured["fit_worst_relative_error"] < 1
+    assert measured["fit_margin"] > 1
+    assert measured["longest_text_tokens"] == 512
+    assert measured["total_workspace_bytes"] == 2 * measured["max_workspace_bytes"]
+    assert measured["excess_passes"] == 0
+
+
+def test_the_next_start_remembers(starts):
+    """Coefficients come from the cache, nothing is measured, also after an idle time."""
+    measured, remembered = starts["measured"], starts["remembered"]
+
+    assert remembered["probe_status"] == "cache_hit"
+    assert remembered["coefficients_source"] == "cache"
+    for figure in ("a_bytes_per_token", "b_bytes_per_token_sq", "fit_r_squared"):
+        assert remembered[figure] == measured[figure]
+    assert starts["reloaded"]["probe_status"] == "cache_hit"
+    assert "probe complete" not in starts["second log"]
+
+
+@pytest.mark.parametrize(
+    ("pins", "source"),
+    [
+        (
+            {
+                "BGE_M3_DISABLE_AUTO_BUDGET": "1",
+                "BGE_M3_TOKEN_BUDGET": "8192",
+                "BGE_M3_COST_MODEL_A": "1000",
+                "BGE_M3_COST_MODEL_B": "1",
+            },
+            "BGE_M3_DISABLE_AUTO_BUDGET",
+        ),
+        ({"BGE_M3_ONNX_BATCH_SIZE": "16", "BGE_M3_COST_MODEL_A": "1000"}, "BGE_M3_TOKEN_BUDGET"),
+    ],
+)
+def test_settings_pin_the_cost_model(settings, pins, source):
+    """The strongest setting counts; one that is deprecated or incomplete is warned about."""
+    with running_server({**settings, **pins}) as server:
+        tuning = tuning_of(server)
+        log = "".join(server.log)
+
+    assert tuning["probe_status"] == "disabled"
+    assert tuning["coefficients_source"] == source
+    assert tuning["total_workspace_bytes"] is None
+    is_translated = "BGE_M3_ONNX_BATCH_SIZE" in pins
+    assert ("it is taken for BGE_M3_TOKEN_BUDGET=8192" in log) == is_translated
+    assert ("count only together" in log) == is_translated
+    if is_translated:
+        assert tuning["max_workspace_bytes"] == 8192 * (24 * 384 * 4 + 3 * 12 * 4 * 512)
+
+
+def test_the_probe_command_prints_and_draws(settings, tmp_path):
+    """Measured peaks, fit and largest batches as text; peaks and surface as a picture."""
+    pytest.importorskip("matplotlib", reason="drawing needs the extra `plot`")
+    picture = tmp_path / "probe.svg"
+    done = run_cli("probe", "--plot", str(picture), **settings)
+
+    assert done.returncode == 0, done.stderr
+    assert "probe: complete, 6 of 6 shapes were measured" in done.stdout
+    assert "bytes per token pair" in done.stdout
+    assert "largest batch" in done.stdout
+    assert picture.read_text(encoding="utf-8").rstrip().endswith("</svg>")
+
+
+def test_the_probe_command_has_nothing_to_measure_where_the_budget_is_pinned(settings):
+    """It says which setting pins it."""
+    done = run_cli("probe", **{**settings, "BGE_M3_TOKEN_BUDGET": "8192"})
+
+    assert done.returncode == 1
+    assert "nothing was measured: pinned by BGE_M3_TOKEN_BUDGET" in done.stderr
+
+
+def test_sigterm_ends_the_probe(settings):
+    """A stop does not wait for shapes that have not begun."""
+    with running_server({**settings, "BGE_M3_DISABLE_PROBE_CACHE": "1"}) as server:
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=15) == 0
+        log = "".join(server.log)
+
+    assert "probe complete" not in log
+
+
+def test_memory_that_cannot_suffice_stops_the_start(settings):
+    """Exit code 2, with the arithmetic and three ways out."""
+    done = run_cli(
+        "serve",
+        **{
+            **settings,
+            "BGE_M3_BIND": "127.0.0.1:0",
+            "BGE_M3_AVAILABLE_MEMORY_BYTES": str(300 * 1024**2),
+        },
+    )
+    message = json.loads(done.stdout.splitlines()[-1])
+
+    assert done.returncode == 2
+    text = json.dumps(message)
+    assert "start failed: memory does not suffice for one text of 512 tokens" in text
+    assert "300 MiB available (override)" in text
+    for way in ("1. give the process", "2. ", "3. load a smaller model"):
+        assert way in text

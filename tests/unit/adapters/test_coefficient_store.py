@@ -1,0 +1,171 @@
+"""Coefficients from one start to the next."""
+
+import json
+import threading
+
+import attrs
+import pytest
+from bge_m3_server.adapters.coefficient_store import (
+    FILE_NAME,
+    JsonCoefficientStore,
+    model_fingerprint,
+)
+from bge_m3_server.domain.probe_fit import Coefficients, Fit, FitQuality
+from bge_m3_server.domain.types import ProbeKey
+
+KEY = ProbeKey(
+    server_version="1.0",
+    model_id="bge-m3",
+    model_fingerprint="ab" * 32,
+    precision="fp32",
+    engine="onnxruntime CPUExecutionProvider, no arena",
+    engine_version="1.22",
+    intra_threads=2,
+    max_tokens=8192,
+    cpu_model="Some CPU",
+    architecture="x86_64",
+)
+FIT = Fit(Coefficients(90_000.0, 190.5), FitQuality(0.9999, 0.04, 1.13, 8))
+
+
+@pytest.fixture
+def store(tmp_path):
+    return JsonCoefficientStore(tmp_path / "cache")
+
+
+def edited(store, change):
+    """The stored record after `change`."""
+    record = json.loads(store.path.read_text())
+    change(record)
+    store.path.write_text(json.dumps(record))
+
+
+def test_what_is_saved_is_loaded(store):
+    """Coefficients and quality come back as they were."""
+    assert store.save(KEY, FIT) is None
+    assert store.load(KEY) == FIT
+    assert [path.name for path in store.directory.iterdir()] == [FILE_NAME]
+
+
+def test_nothing_there_yet(store):
+    """A first start is no error."""
+    assert "there is no" in store.load(KEY)
+
+
+@pytest.mark.parametrize("field", [field.name for field in attrs.fields(ProbeKey)])
+def test_every_condition_counts(store, field):
+    """A change of any one condition makes the record foreign, and the reason names it."""
+    store.save(KEY, FIT)
+    changed = {field: getattr(KEY, field) * 2}
+    reason = store.load(attrs.evolve(KEY, **changed))
+
+    assert f"{field} is {getattr(KEY, field)!r} there and {changed[field]!r} here" in reason
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"null", b"[]", b"\xff\xfe", b'{"schema_version": 2}', b"{}"]
+)
+def test_corrupt_files_are_misses(store, content):
+    """Whatever lies there, the start goes on and says why nothing was used."""
+    store.directory.mkdir()
+    store.path.write_bytes(content)
+
+    assert str(store.path) in store.load(KEY)
+
+
+@pytest.mark.parametrize("key", [None, [], "bge-m3", {}])
+def test_a_record_without_a_proper_key(store, key):
+    """A record that does not say what it was measured under is foreign."""
+    store.save(KEY, FIT)
+    edited(store, lambda record: record.update(key=key))
+
+    assert "under other conditions" in store.load(KEY)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [
+        ("coefficients", "a_bytes_per_token", 0),
+        ("coefficients", "a_bytes_per_token", -90_000.0),
+        ("coefficients", "a_bytes_per_token", 1e12),
+        ("coefficients", "b_bytes_per_token_sq", 0.0),
+        ("coefficients", "b_bytes_per_token_sq", float("nan")),
+        ("coefficients", "b_bytes_per_token_sq", float("inf")),
+        ("coefficients", "b_bytes_per_token_sq", "190"),
+        ("coefficients", "b_bytes_per_token_sq", True),
+        ("coefficients", "c", 1.0),
+        ("quality", "margin", None),
+        ("quality", "surprise", 1.0),
+    ],
+)
+def test_impossible_figures_are_misses(store, part, name, value):
+    """Coefficients are checked on the way in: a file can be edited."""
+    store.save(KEY, FIT)
+    edited(store, lambda record: record[part].update({name: value}))
+
+    assert "no probe can have given" in store.load(KEY)
+
+
+def test_missing_parts_are_misses(store):
+    """A record without its figures is worth nothing."""
+    store.save(KEY, FIT)
+    edited(store, lambda record: record.pop("quality"))
+
+    assert "no probe can have given" in store.load(KEY)
+
+
+def test_a_directory_that_cannot_be_written(tmp_path):
+    """Saving fails with a reason, not with an exception."""
+    (tmp_path / "file").write_text("in the way")
+    store = JsonCoefficientStore(tmp_path / "file")
+
+    assert "cannot be written" in store.save(KEY, FIT)
+    assert "cannot be read" in store.load(KEY)
+
+
+def test_a_failed_save_leaves_nothing_behind(store):
+    """A record that cannot take its place is cleaned up."""
+    store.path.mkdir(parents=True)
+
+    assert "cannot be written" in store.save(KEY, FIT)
+    assert list(store.directory.iterdir()) == [store.path]
+
+
+def test_servers_that_share_a_directory(store):
+    """Readers see whole records while several writers save at the same time."""
+    store.save(KEY, FIT)
+    seen, saved = [], []
+    writers = [
+        threading.Thread(target=lambda: saved.extend(store.save(KEY, FIT) for _ in range(20)))
+        for _ in range(4)
+    ]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        seen.append(store.load(KEY))
+    for writer in writers:
+        writer.join()
+
+    assert saved == [None] * 80
+    assert all(found == FIT for found in seen)
+    assert [path.name for path in store.directory.iterdir()] == [FILE_NAME]
+
+
+def test_fingerprint_of_a_model(tmp_path):
+    """Operations come first in the file; a change there, at the end or in size is another model."""
+    path = tmp_path / "model.onnx"
+    middle = bytes(3 << 20)
+
+    def fingerprint(content):
+        path.write_bytes(content)
+        return model_fingerprint(path)
+
+    same = fingerprint(b"head" + middle + b"tail")
+    assert fingerprint(b"head" + middle + b"tail") == same
+    others = {
+        fingerprint(b"HEAD" + middle + b"tail"),
+        fingerprint(b"head" + middle + b"TAIL"),
+        fingerprint(b"head" + middle + b"\0tail"),
+        fingerprint(b"tiny"),
+    }
+    assert len(others | {same}) == 5
