@@ -98,11 +98,12 @@ def test_lower_precisions_stay_above_their_floors(reference_dir, name, precision
         assert found.p5 >= floor.p5, (head, found)
 
 
-def test_over_http_the_numbers_are_the_same(reference_dir):
+@pytest.mark.parametrize("suffix", LAYOUT_SUFFIXES.values(), ids=LAYOUT_SUFFIXES)
+def test_over_http_the_numbers_are_the_same(reference_dir, suffix):
     """A real server and the OpenAI SDK give FlagEmbedding's dense and sparse numbers."""
     numbers = reference(reference_dir, "tiny")
     places = [place for place, text in enumerate(numbers.texts) if len(text) <= 32_768]
-    with running_server({"BGE_M3_MODEL_DIR": str(reference_dir / "tiny")}) as server:
+    with running_server({"BGE_M3_MODEL_DIR": str(reference_dir / f"tiny{suffix}")}) as server:
         sdk = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
         for first in range(0, len(places), 64):
             batch = places[first : first + 64]

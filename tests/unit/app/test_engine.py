@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import threading
+import time
 
+import attrs
 import numpy as np
 import pytest
 from bge_m3_server.app.engine import Engine, EngineSettings
@@ -36,6 +39,33 @@ def test_results_are_those_of_the_embedder_in_input_order():
     for ours, theirs in zip(result.embeddings, expected, strict=True):
         np.testing.assert_array_equal(ours.dense, theirs.dense)
         assert ours.sparse.as_dict() == theirs.sparse.as_dict()
+
+
+def test_tokenising_and_inference_stay_off_the_event_loop():
+    """The loop's thread only waits: it never tokenises nor runs the model."""
+    threads = set()
+
+    @attrs.define(eq=False)
+    class WatchedBackend(FakeBackend):
+        def run(self, batch, outputs):
+            threads.add(threading.current_thread())
+            return FakeBackend.run(self, batch, outputs)
+
+    @attrs.frozen
+    class WatchedTokenizer:
+        def encode(self, texts):
+            threads.add(threading.current_thread())
+            return FakeTokenizer().encode(texts)
+
+    model = attrs.evolve(loaded_model(WatchedBackend()), tokenizer=WatchedTokenizer())
+    engine = Engine(lambda: model, EngineSettings(), NoTelemetry(), time.monotonic)
+    engine.load()
+    threads.clear()
+    with stopping(engine):
+        asyncio.run(engine.embed(TEXTS, Heads.DENSE))
+
+    assert len(threads) >= 2
+    assert threading.current_thread() not in threads
 
 
 def test_the_report_counts_tokens_and_chunks():
