@@ -6,6 +6,7 @@ import os
 import platform
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +34,15 @@ STOP_SECONDS = 10.0
 
 PROBE_STOP_SECONDS = 1.0
 """A forward pass of the probe that takes longer is left behind."""
+
+SAME_SIGNAL_SECONDS = 0.3
+"""Signals that come so close together are one."""
+
+LAST_RESETS_SECONDS = 0.5
+"""So long may the last 503 take, before connections that nobody reads from are reset."""
+
+LAST_RESORT_SECONDS = 2.0
+"""The process ends so long after that, come what may."""
 
 LAST_ANSWERS_SECONDS = 2.0
 """From the end of the drain limit, so long may clients take to read their 503."""
@@ -86,6 +96,8 @@ def serve(config: Config, container: Container) -> int:
     for error in failures:
         is_explained = isinstance(error, ConfigError | ModelError | OSError)
         logger.error("start failed: %s", error, exc_info=None if is_explained else error)
+        if "\n" in str(error):  # which a log line cannot show as it is meant
+            sys.stderr.write(f"bge-m3-server: {error}\n")
     code = exit_code_of(failures) or server.exit_code
     has_probe_ended = tuner.stop(PROBE_STOP_SECONDS)
     stopper = threading.Thread(target=engine.stop, name="stopper", daemon=True)
@@ -128,6 +140,7 @@ class DrainingServer(uvicorn.Server):
         self._drain_seconds = drain_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_draining = False
+        self._stopping_since = 0.0
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until told to stop."""
@@ -145,10 +158,16 @@ class DrainingServer(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._begin_stop, sig)
 
     def _begin_stop(self, sig: int) -> None:
-        if self._is_draining or self._loop is None:
-            self._cut_short("a second signal came")
+        if self._loop is None:
+            return
+        now = self._loop.time()
+        if self._is_draining:
+            # A signal to a process group comes twice at once where a parent passes it on, too.
+            if now - self._stopping_since > SAME_SIGNAL_SECONDS:
+                self._cut_short("a second signal came")
             return
         self._is_draining = True
+        self._stopping_since = now
         grace_seconds = self._grace_seconds if sig == signal.SIGTERM else 0
         if not self._engine.status().ready:
             grace_seconds = 0
@@ -172,7 +191,22 @@ class DrainingServer(uvicorn.Server):
             self._loop.call_later(LAST_ANSWERS_SECONDS, self._leave)
 
     def _leave(self) -> None:
+        """Answer whoever is still being read, then close what nobody reads from."""
+        for request in list(self.server_state.tasks):
+            request.cancel()
+        if self._loop:
+            self._loop.call_later(LAST_RESETS_SECONDS, self._abandon)
+
+    def _abandon(self) -> None:
+        for connection in list(self.server_state.connections):
+            transport = connection.transport
+            if isinstance(transport, asyncio.WriteTransport):
+                transport.abort()  # wakes whoever waits for its client to read
         self.force_exit = True
+        # Whatever still holds the loop now must not hold the process.
+        last_resort = threading.Timer(LAST_RESORT_SECONDS, os._exit, [EXIT_CUT_SHORT])
+        last_resort.daemon = True
+        last_resort.start()
 
 
 def _load(engine: Engine, tuner: Tuner, config: Config) -> None:

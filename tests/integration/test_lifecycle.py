@@ -1,6 +1,8 @@
 """A server process from its first second to its exit, seen by load balancers and clients."""
 
+import json
 import signal
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -72,6 +74,7 @@ def test_a_stop_cut_short_answers_everybody(preview, way):
         server.process.send_signal(signal.SIGTERM)
         if way == "second signal":
             server.wait_for_log("Stopping: not ready any more")
+            time.sleep(0.5)  # a second signal at once would count as the first
             server.process.send_signal(signal.SIGTERM)
 
         answers = [answer.result(timeout=30) for answer in waiting]
@@ -79,6 +82,46 @@ def test_a_stop_cut_short_answers_everybody(preview, way):
         assert answers[0].json()["error"]["message"] == "the server is stopping"
         assert answers[1].status_code in {200, 503}
         assert server.process.wait(timeout=30) == 3
+
+
+def test_the_same_signal_twice_at_once_is_one(preview):
+    """A signal to a process group reaches the server twice where a parent passes it on."""
+    with running_server({**preview, "BGE_M3_SHUTDOWN_GRACE_SECS": "1"}) as server:
+        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(signal.SIGTERM)
+
+        assert server.process.wait(timeout=30) == 0
+
+
+def request_bytes(body, length=None):
+    return (
+        b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n" % (length or len(body)) + body
+    )
+
+
+def test_clients_that_do_not_finish_do_not_keep_the_server_from_stopping(preview):
+    """Half a request gets a 503 in the usual shape; an answer that nobody reads is cut off."""
+    settings = {**preview, "BGE_M3_DRAIN_TIMEOUT_SECS": "1"}
+    with running_server(settings) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with (
+            socket.create_connection((host, int(port)), timeout=30) as half,
+            socket.socket() as deaf,
+        ):
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.connect((host, int(port)))
+            deaf.sendall(request_bytes(json.dumps({"input": ["a"] * 256}).encode()) * 12)
+            half.sendall(request_bytes(b'{"input":', length=500))
+            server.wait_for_log("embedding request complete")
+            server.process.send_signal(signal.SIGTERM)
+
+            answer = b"".join(iter(lambda: half.recv(65536), b""))
+            head, _, body = answer.partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503")
+            assert b"x-request-id: " in head
+            assert json.loads(body)["error"]["message"] == "the server is stopping"
+            assert server.process.wait(timeout=30) == 3
 
 
 def test_a_client_that_closes_its_socket_frees_the_queue(preview):

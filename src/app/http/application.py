@@ -1,5 +1,6 @@
 """The HTTP application: routes, limits and error shape, put together around one service."""
 
+import asyncio
 import time
 
 import attrs
@@ -12,7 +13,7 @@ from ...domain.ports import Clock, Telemetry
 from ..service import EmbeddingService
 from .docs import openapi_config
 from .embedding_door import EmbeddingDoor
-from .errors import answer_error
+from .errors import answer_error, refuse_at_the_end
 from .health import deep_health, health, live, ready
 from .native import create_both_embeddings, create_sparse_embeddings
 from .openai import create_embeddings, get_model, list_models
@@ -68,4 +69,9 @@ class _Application(Litestar):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # type: ignore[override]
         if scope["type"] == ScopeType.HTTP and scope["method"] == HttpMethod.HEAD:
             scope = {**scope, "method": HttpMethod.GET}
-        await super().__call__(scope, receive, send)
+        try:
+            await super().__call__(scope, receive, send)
+        except asyncio.CancelledError:
+            if scope["type"] != ScopeType.HTTP:
+                raise
+            await refuse_at_the_end(scope, send)

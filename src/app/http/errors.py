@@ -1,5 +1,6 @@
 """From any exception to the one error envelope: the only place that knows both sides."""
 
+import contextlib
 import logging
 import math
 from collections.abc import Mapping
@@ -7,8 +8,10 @@ from http import HTTPStatus
 from typing import Any
 
 import attrs
+import msgspec
 from litestar import MediaType, Request, Response
 from litestar.exceptions import HTTPException
+from litestar.types import Scope, Send
 
 from ...domain.errors import (
     DeadlineExceededError,
@@ -124,6 +127,25 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
         media_type=MediaType.JSON,
         headers=dict(failure.headers),
     )
+
+
+async def refuse_at_the_end(scope: Scope, send: Send) -> None:
+    """A 503 for a request that the server stops before it could be read or answered.
+
+    Where an answer has begun there is nothing left to say, and the server refuses to.
+    """
+    message = "the server is stopping"
+    detail = ErrorDetail(message, "service_unavailable", None, 503)
+    body = msgspec.json.encode(ErrorResponse(detail))
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"x-request-id", request_id(scope).encode()),
+        (b"connection", b"close"),
+    ]
+    with contextlib.suppress(RuntimeError):
+        await send({"type": "http.response.start", "status": 503, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 def _shortened(message: str) -> str:
