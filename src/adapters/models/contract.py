@@ -7,11 +7,19 @@ from collections.abc import Iterator, Mapping
 import attrs
 
 from ...domain.errors import ContractError
-from ...domain.types import GraphLayout, HeadProjections, Heads, ModelContract, Projection
+from ...domain.types import (
+    Attention,
+    GraphLayout,
+    HeadProjections,
+    Heads,
+    ModelContract,
+    Projection,
+)
 from .onnx_file import GraphFile, TensorInfo
 
 MAX_TOKENS_KEY = "bge_m3_server.max_tokens"
 ATTENTION_HEADS_KEY = "bge_m3_server.attention_heads"
+ATTENTION_KEY = "bge_m3_server.attention"
 """Keys of a model's own metadata that overrule what is read from its weights."""
 
 XLM_R_POSITION_OFFSET = 2
@@ -101,6 +109,7 @@ def read_contract(
         precision=precision or _precision(graph),
         attention_heads=_metadata_count(graph, ATTENTION_HEADS_KEY)
         or _ATTENTION_HEADS_OF_HIDDEN_SIZE.get(hidden_size),
+        attention=_attention(graph),
     )
 
 
@@ -199,6 +208,17 @@ def _position_table(graph: GraphFile) -> TensorInfo | None:
         if "position_embeddings" in name and len(info.dims) == 2  # noqa: PLR2004 (a table)
     )
     return max(tables, key=lambda info: info.dims[0], default=None)
+
+
+def _attention(graph: GraphFile) -> Attention:
+    value = graph.metadata.get(ATTENTION_KEY, Attention.MATERIALISED.value)
+    try:
+        return Attention(value)
+    except ValueError:
+        known = ", ".join(attention.value for attention in Attention)
+        raise ContractError(
+            f"the model's metadata {ATTENTION_KEY} is {value[:20]!r}, expected one of {known}"
+        ) from None
 
 
 def _metadata_count(graph: GraphFile, key: str) -> int | None:
