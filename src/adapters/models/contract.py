@@ -150,7 +150,9 @@ def _listed(specs: Mapping[str, TensorSpec]) -> str:
     return ", ".join(f"{name} {spec}" for name, spec in specs.items()) or "(none)"
 
 
-def _hidden_size(layout: GraphLayout, outputs: Mapping[str, TensorSpec], graph: GraphDescription) -> int:
+def _hidden_size(
+    layout: GraphLayout, outputs: Mapping[str, TensorSpec], graph: GraphDescription
+) -> int:
     """Last axis of the dense output; where the export left it dynamic, that of the embeddings."""
     sizes = {
         name: axis for name in _LAYOUTS[layout] if isinstance(axis := outputs[name].shape[-1], int)
