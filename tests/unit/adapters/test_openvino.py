@@ -19,11 +19,11 @@ from bge_m3_server.adapters.openvino.package import engine_version, import_openv
 from bge_m3_server.adapters.ort.cpu import cpu_providers
 from bge_m3_server.adapters.ort.session import SessionSettings, load_backend
 from bge_m3_server.domain.embedder import pad
-from bge_m3_server.domain.errors import CorruptFileError, ModelError, ProviderError
+from bge_m3_server.domain.errors import CorruptFileError, InferenceError, ModelError, ProviderError
 from bge_m3_server.domain.types import HeadProjections
 
 from tests.support.eight_bit import write_eight_bit
-from tests.support.graphs import texts
+from tests.support.graphs import graph_for_texts_of, texts
 from tests.support.tiny_models import write_tiny_model
 
 needs_openvino = pytest.mark.skipif(not is_installed(), reason="openvino is not installed")
@@ -157,6 +157,36 @@ def test_ir_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ModelError, match=r"cannot convert .*model\.onnx to .*file/model\.xml"):
         write_ir(source, tmp_path / "file" / "model.xml", {})
+
+
+@needs_openvino
+@pytest.mark.parametrize(("intra_threads", "streams"), [(1, 1), (2, 1), (1, 2)])
+def test_failed_run_is_told_and_leaves_nothing_behind(tmp_path, intra_threads, streams):
+    """With any number of threads an error is raised, and shapes that ran before run again."""
+    backend = load_openvino_backend(
+        graph_for_texts_of(5, tmp_path / "graph.onnx"),
+        HeadProjections(),
+        OpenVinoSettings(intra_threads, streams, "f32"),
+    )
+    for lengths in ((5,), (5, 5), (5,)):
+        good = pad(texts(*lengths))
+        for _ in range(2):
+            sums = backend.run(good, ["dense_vecs"])["dense_vecs"]
+            np.testing.assert_array_equal(sums, good.ids + 2)
+            with pytest.raises(InferenceError, match=r"shape \(2, 7\)"):
+                backend.run(pad(texts(4, 7)), ["dense_vecs"])
+
+
+@needs_openvino
+def test_model_that_is_gone_when_it_is_needed_again(tmp_path):
+    """After a failed run the model is loaded again; when that fails, the run says so."""
+    graph = graph_for_texts_of(5, tmp_path / "graph.onnx")
+    backend = load_exact(graph)
+    with pytest.raises(InferenceError, match="Add node"):
+        backend.run(pad(texts(7)), ["dense_vecs"])
+    graph.unlink()
+    with pytest.raises(InferenceError, match=r"cannot be loaded again .* no model graph at"):
+        backend.run(pad(texts(5)), ["dense_vecs"])
 
 
 @needs_openvino
