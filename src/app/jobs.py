@@ -152,8 +152,8 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 _OUT_OF_MEMORY_SIGNS = (
     "out of memory",
     "bad_alloc",
-    "failed to allocate memory",
+    "failed to allocate",
     "bfcarena::allocaterawinternal",
     "cuda_error_out_of_memory",
 )
-"""What ONNX Runtime, CUDA and the C++ library say."""
+"""What ONNX Runtime, OpenVINO, CUDA and the C++ library say."""

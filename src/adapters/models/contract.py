@@ -15,7 +15,7 @@ from ...domain.types import (
     ModelContract,
     Projection,
 )
-from .onnx_file import GraphFile, TensorInfo
+from .onnx_file import GraphDescription, TensorInfo
 
 MAX_TOKENS_KEY = "bge_m3_server.max_tokens"
 ATTENTION_HEADS_KEY = "bge_m3_server.attention_heads"
@@ -71,7 +71,7 @@ class TensorSpec:
 def read_contract(
     inputs: Mapping[str, TensorSpec],
     outputs: Mapping[str, TensorSpec],
-    graph: GraphFile,
+    graph: GraphDescription,
     projections: HeadProjections,
     precision: str | None = None,
 ) -> ModelContract:
@@ -159,7 +159,9 @@ def _listed(specs: Mapping[str, TensorSpec]) -> str:
     return ", ".join(f"{name} {spec}" for name, spec in specs.items()) or "(none)"
 
 
-def _hidden_size(layout: GraphLayout, outputs: Mapping[str, TensorSpec], graph: GraphFile) -> int:
+def _hidden_size(
+    layout: GraphLayout, outputs: Mapping[str, TensorSpec], graph: GraphDescription
+) -> int:
     """Last axis of the dense output; where the export left it dynamic, that of the embeddings."""
     sizes = {
         name: axis for name in _LAYOUTS[layout] if isinstance(axis := outputs[name].shape[-1], int)
@@ -192,7 +194,7 @@ def _mismatch(head: str, projection: Projection, expected: str) -> str:
     )
 
 
-def _max_tokens(graph: GraphFile) -> int | None:
+def _max_tokens(graph: GraphDescription) -> int | None:
     stated = _metadata_count(graph, MAX_TOKENS_KEY)
     table = _position_table(graph)
     if stated is not None or table is None:
@@ -200,7 +202,7 @@ def _max_tokens(graph: GraphFile) -> int | None:
     return table.dims[0] - XLM_R_POSITION_OFFSET
 
 
-def _position_table(graph: GraphFile) -> TensorInfo | None:
+def _position_table(graph: GraphDescription) -> TensorInfo | None:
     """The table (positions, hidden), which quantised exports surround with scales of its name."""
     tables = (
         info
@@ -210,7 +212,7 @@ def _position_table(graph: GraphFile) -> TensorInfo | None:
     return max(tables, key=lambda info: info.dims[0], default=None)
 
 
-def _attention(graph: GraphFile) -> Attention:
+def _attention(graph: GraphDescription) -> Attention:
     value = graph.metadata.get(ATTENTION_KEY, Attention.MATERIALISED.value)
     try:
         return Attention(value)
@@ -221,7 +223,7 @@ def _attention(graph: GraphFile) -> Attention:
         ) from None
 
 
-def _metadata_count(graph: GraphFile, key: str) -> int | None:
+def _metadata_count(graph: GraphDescription, key: str) -> int | None:
     value = graph.metadata.get(key)
     if value is None:
         return None
@@ -231,7 +233,7 @@ def _metadata_count(graph: GraphFile, key: str) -> int | None:
     return int(value)
 
 
-def _precision(graph: GraphFile) -> str:
+def _precision(graph: GraphDescription) -> str:
     """That of the weights which hold most of the model's values."""
     elements: Counter[str] = Counter()
     for info in graph.initializers.values():
