@@ -187,7 +187,9 @@ def _write(
     model, weights = read_structure(source.files.graph_path)
     if engine.is_fused and contract.attention_heads is not None:
         fused = fuse(model, contract.attention_heads, contract.hidden_size)
-        if fused is not None:
+        if fused is None:  # what was begun is of no use
+            model, weights = read_structure(source.files.graph_path)
+        else:
             model = fused
             make_mask_optional(model, contract.hidden_size)
             _set_metadata(model, ATTENTION_KEY, Attention.BLOCKWISE.value)

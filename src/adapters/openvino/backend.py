@@ -10,7 +10,7 @@ import numpy as np
 from attrs.validators import ge
 
 from ...domain.errors import CorruptFileError, InferenceError, ModelError
-from ...domain.types import Floats, HeadProjections, ModelContract, TokenBatch
+from ...domain.types import Attention, Floats, HeadProjections, ModelContract, TokenBatch
 from ..models.contract import TensorSpec, read_contract
 from ..models.inputs import graph_inputs
 from ..models.onnx_file import GraphDescription, check_external_data, inspect_graph
@@ -137,6 +137,8 @@ def load_openvino_backend(
         projections,
         precision,
     )
+    # It finds attention in a graph by itself, and computes it block by block.
+    contract = attrs.evolve(contract, attention=Attention.BLOCKWISE)
     options = compile_options(settings, core.get_property(_DEVICE, "OPTIMIZATION_CAPABILITIES"))
 
     def compile_again() -> Any:  # noqa: ANN401  (the package has no types)
