@@ -45,6 +45,9 @@ GRAPH_NAME = "model.onnx"
 PRECISION = "w8"
 VERDICT_NAME = "fidelity.json"
 
+VERIFICATION_TOKENS = 512
+"""Texts are compared up to this length."""
+
 _DIRECTORY = "prepared"
 _BUILDING = ".building-"
 _ABANDONED_SECONDS = 3600
@@ -73,12 +76,12 @@ class Engine:
 class Source:
     """The model to prepare.
 
-    `load`: loads it in full precision.
+    `load_tokenizer`: with a limit of so many tokens. `load`: the model in full precision.
     """
 
     files: ModelFiles
     projections: HeadProjections
-    tokenizer: Tokenizer
+    load_tokenizer: Callable[[int], Tokenizer]
     load: Callable[[], InferenceBackend]
 
 
@@ -96,6 +99,7 @@ def prepare(
 
     Raises:
         PreparationError: the graph cannot be prepared, or comes out too far from its source.
+        InferenceError: an engine failed on a fixed text.
         CacheDirectoryError: `cache_dir` cannot be written, or is full.
     """
     digest = source_digest(source.files, cache_dir / _DIRECTORY)
@@ -151,7 +155,10 @@ def _try_block_sizes(
     progress("embedding fixed texts with the source", 0.0)
     backend = source.load()
     contract = backend.contract
-    reference = _embed(source.tokenizer, backend)
+    tokenizer = source.load_tokenizer(
+        min(VERIFICATION_TOKENS, contract.max_tokens or VERIFICATION_TOKENS)
+    )
+    reference = _embed(tokenizer, backend)
     backend.close()
     problems: list[str] = []
     for attempt, block_size in enumerate(BLOCK_SIZES):
@@ -160,7 +167,7 @@ def _try_block_sizes(
         graph = engine.convert(_write(source, contract, engine, building, block_size))
         progress("comparing with the source", done + 0.2)
         prepared = engine.load(graph)
-        found = fidelity(reference, _embed(source.tokenizer, prepared))
+        found = fidelity(reference, _embed(tokenizer, prepared))
         prepared.close()
         problems = shortfalls(found, floors)
         logger.info(

@@ -9,7 +9,6 @@ import attrs
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx.external_data_helper import load_external_data_for_tensor
 
 from ...domain.errors import CorruptFileError
 
@@ -42,16 +41,8 @@ class Weights:
         if tensor.data_location != _EXTERNAL:
             inline: Array = onnx.numpy_helper.to_array(tensor)
             return inline
-        fields = {entry.key: entry.value for entry in tensor.external_data}
-        data = np.memmap(
-            self.directory / fields["location"],
-            dtype=np.uint8,
-            mode="r",
-            offset=int(fields.get("offset", 0)),
-            shape=_size_bytes(tensor),
-        )
-        mapped: Array = data.view(_dtype(tensor)).reshape(tuple(tensor.dims))
-        return mapped
+        mapped: Array = _bytes(tensor, self.directory).view(_dtype(tensor))
+        return mapped.reshape(tuple(tensor.dims))
 
 
 def read_structure(path: Path) -> tuple[onnx.ModelProto, Weights]:
@@ -74,14 +65,11 @@ def read_structure(path: Path) -> tuple[onnx.ModelProto, Weights]:
             large[tensor.name] = onnx.TensorProto.FromString(tensor.SerializeToString())
             _empty(tensor)
         elif tensor.data_location == _EXTERNAL:
-            load_external_data_for_tensor(tensor, str(path.parent))
+            _load(tensor, path.parent)
     for node in model.graph.node:
         for attribute in node.attribute:
             if attribute.HasField("t") and attribute.t.data_location == _EXTERNAL:
-                load_external_data_for_tensor(attribute.t, str(path.parent))
-    for tensor in _loaded(model):
-        tensor.data_location = onnx.TensorProto.DEFAULT
-        del tensor.external_data[:]
+                _load(attribute.t, path.parent)
     return model, Weights(path.parent, large)
 
 
@@ -108,6 +96,24 @@ class WeightsFile:
         return tensor
 
 
+def _bytes(tensor: onnx.TensorProto, directory: Path) -> NDArray[np.uint8]:
+    """Mapped; onnx's own reader refuses the links that a hub cache consists of."""
+    fields = {entry.key: entry.value for entry in tensor.external_data}
+    return np.memmap(
+        directory / fields["location"],
+        dtype=np.uint8,
+        mode="r",
+        offset=int(fields.get("offset", 0)),
+        shape=_size_bytes(tensor),
+    )
+
+
+def _load(tensor: onnx.TensorProto, directory: Path) -> None:
+    tensor.raw_data = _bytes(tensor, directory).tobytes()
+    tensor.data_location = onnx.TensorProto.DEFAULT
+    del tensor.external_data[:]
+
+
 def _dtype(tensor: onnx.TensorProto) -> np.dtype[np.generic]:
     return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type))
 
@@ -123,14 +129,3 @@ def _empty(tensor: onnx.TensorProto) -> None:
     tensor.dims.extend(dims)
     tensor.data_location = _EXTERNAL
     tensor.external_data.add(key="location", value=_STAND_IN)
-
-
-def _loaded(model: onnx.ModelProto) -> list[onnx.TensorProto]:
-    initializers = [tensor for tensor in model.graph.initializer if tensor.raw_data]
-    attributes = [
-        attribute.t
-        for node in model.graph.node
-        for attribute in node.attribute
-        if attribute.HasField("t") and attribute.t.raw_data
-    ]
-    return [*initializers, *attributes]

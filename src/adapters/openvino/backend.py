@@ -1,5 +1,6 @@
 """One model on OpenVINO's CPU plugin: options, loading, running."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -9,12 +10,13 @@ import attrs
 import numpy as np
 from attrs.validators import ge
 
-from ...domain.errors import CorruptFileError, InferenceError, ModelError
+from ...domain.errors import CorruptFileError, EngineError, InferenceError, ModelError
 from ...domain.types import Attention, Floats, HeadProjections, ModelContract, TokenBatch
 from ..models.contract import TensorSpec, read_contract
 from ..models.inputs import graph_inputs
 from ..models.onnx_file import GraphDescription, check_external_data, inspect_graph
 from .ir import describe_ir, element_type
+from .links import without_links
 from .package import import_openvino, reason
 
 Precision = Literal["bf16", "f32"]
@@ -179,7 +181,8 @@ def _read(core: Any, graph_path: Path) -> tuple[Any, GraphDescription]:  # noqa:
     if not is_ir:
         check_external_data(graph_path)
     try:
-        model = core.read_model(graph_path)
+        with contextlib.nullcontext(graph_path) if is_ir else without_links(graph_path) as path:
+            model = core.read_model(path)
     except RuntimeError as error:
         if is_ir or _DAMAGED in str(error):
             raise CorruptFileError(
@@ -194,7 +197,10 @@ def _compile(core: Any, model: Any, options: Mapping[str, str | int | bool]) -> 
     try:
         return core.compile_model(model, _DEVICE, options)
     except RuntimeError as error:
-        raise ModelError(f"openvino cannot compile the model: {reason(error)}") from error
+        raise EngineError(
+            f"openvino cannot compile the model for this processor: {reason(error)}; "
+            "choose another engine with BGE_M3_EP"
+        ) from error
 
 
 def _spec(port: Any) -> TensorSpec:  # noqa: ANN401  (the package has no types)

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...domain.errors import ModelError
 from ..models.onnx_file import GraphDescription, TensorInfo, check_external_data
+from .links import without_links
 from .package import import_openvino, reason
 
 _SECTION = "bge_m3_server"
@@ -41,7 +42,8 @@ def write_ir(onnx_path: Path, xml_path: Path, metadata: Mapping[str, str]) -> No
     openvino = import_openvino()
     check_external_data(onnx_path)
     try:
-        model = openvino.Core().read_model(onnx_path)
+        with without_links(onnx_path) as path:
+            model = openvino.Core().read_model(path)
         for key, value in metadata.items():
             model.set_rt_info(value, [_SECTION, key])
         openvino.save_model(model, xml_path, compress_to_fp16=True)

@@ -32,6 +32,8 @@ CPUS_PER_WORKER = 8
 """One forward pass keeps so many busy; with fewer, a second worker only halves the threads of the
 first."""
 
+CHOSEN_BY_RULE = "auto"
+
 ORT_PROVIDERS: Mapping[ExecutionProvider, Callable[[SessionSettings], Sequence[Provider]]] = {
     ExecutionProvider.CPU: cpu_providers,
     ExecutionProvider.CUDA: cuda_providers,
@@ -64,8 +66,18 @@ def settle(config: Config) -> Config:
     )
     chosen = ExecutionProvider.OPENVINO if preference.is_preferred else ExecutionProvider.CPU
     return attrs.evolve(
-        config, execution_provider=chosen, execution_provider_reason=preference.reason
+        config,
+        execution_provider=chosen,
+        execution_provider_reason=f"{CHOSEN_BY_RULE}: {preference.reason}",
     )
+
+
+def fallback_of(config: Config) -> Config | None:
+    """With ONNX Runtime instead of an engine that nobody asked for by name; else None."""
+    was_chosen = config.execution_provider_reason.startswith(CHOSEN_BY_RULE)
+    if not was_chosen or config.execution_provider is ExecutionProvider.CPU:
+        return None
+    return attrs.evolve(config, execution_provider=ExecutionProvider.CPU)
 
 
 def require_engine(config: Config) -> None:

@@ -15,14 +15,23 @@ from ...adapters.models.preview import PREVIEW_MODEL_ID, PREVIEW_NOTICE
 from ...adapters.tokenizer import load_tokenizer
 from ...domain.budget import Budget, conservative_coefficients, tightest_limit
 from ...domain.budget_override import Pins
+from ...domain.errors import EngineError, InferenceError, SelfTestError
 from ...domain.padding import GPU_PADDING, cpu_padding
 from ...domain.ports import GpuInfo, InferenceBackend, MemoryProbe
+from ...domain.self_test import self_test
 from ...domain.types import MemoryLimit, ModelContract, ProbeKey
 from ..config import MAX_SEQ_LENGTH_LIMIT, Config, ModelVariant
 from ..loading import LoadedModel
 from ..service import ModelInfo
 from ..tuning import Situation, Tuner
-from .engines import Engine, device_count, engine_for, intra_threads, require_engine
+from .engines import (
+    Engine,
+    device_count,
+    engine_for,
+    fallback_of,
+    intra_threads,
+    require_engine,
+)
 from .preparation import served_model
 
 logger = logging.getLogger(__name__)
@@ -40,10 +49,31 @@ def load_model(
 ) -> LoadedModel:
     """Everything that serving needs, from files to sessions and the cost model.
 
+    An engine that was chosen by rule and cannot run the model here gives way to the plain one.
+
     Raises:
         ModelError: the model cannot be obtained, does not fit or does not load.
         ConfigError: the memory does not suffice, or pinned coefficients are impossible.
     """
+    fallback = fallback_of(config)
+    try:
+        return _load(config, gpus, workers, probes, tuner, is_tested=fallback is not None)
+    except (EngineError, InferenceError, SelfTestError) as error:
+        if fallback is None:
+            raise
+        logger.warning("the engine that was chosen does not run here, ONNX Runtime does: %s", error)
+        return _load(fallback, gpus, workers, probes, tuner, is_tested=False)
+
+
+def _load(  # noqa: PLR0913  what `load_model` was given
+    config: Config,
+    gpus: GpuInfo,
+    workers: int,
+    probes: Sequence[MemoryProbe],
+    tuner: Tuner,
+    *,
+    is_tested: bool,
+) -> LoadedModel:
     memory = memory_limit(config, probes)  # what others hold counts, so not this model yet
     require_engine(config)
     threads = intra_threads(config, workers)
@@ -56,6 +86,8 @@ def load_model(
     files = model.files
     contract = backends[0].contract
     tokenizer = load_tokenizer(files.tokenizer_path, _max_tokens(config, contract))
+    if is_tested:
+        self_test(tokenizer, backends[0])
     situation = Situation(
         memory=memory,
         budget=Budget(

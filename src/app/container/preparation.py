@@ -25,8 +25,6 @@ from .engines import Engine, engine_for, intra_threads, reference_engine, requir
 
 logger = logging.getLogger(__name__)
 
-VERIFICATION_TOKENS = 512
-
 _BAR_CELLS = 20
 
 _PREPARABLE = {"fp32", None}
@@ -94,7 +92,7 @@ def served_model(config: Config, engine: Engine, threads: int) -> ServedModel:
             Source(
                 files,
                 projections,
-                load_tokenizer(files.tokenizer_path, VERIFICATION_TOKENS),
+                lambda max_tokens: load_tokenizer(files.tokenizer_path, max_tokens),
                 lambda: reference.load(files.graph_path, projections, 0, files.precision),
             ),
             _target(config, engine),
