@@ -35,7 +35,8 @@ from ...domain.types import HeadProjections, MemoryLimit, ModelContract, ProbeKe
 from ..config import MAX_SEQ_LENGTH_LIMIT, Config, ExecutionProvider, ModelVariant
 from ..loading import LoadedModel
 from ..service import ModelInfo
-from ..tuning import Situation, Tuner
+from ..tuning import Tuner
+from ..tuning_state import Situation
 
 logger = logging.getLogger(__name__)
 
