@@ -17,11 +17,12 @@ OS_HEADROOM_BYTES = 256 * 1024**2
 LEAST_USEFUL_TOKENS = 512
 """A server that cannot embed one text of this length is refused at start."""
 
-SMALL_BLOCKS_FACTOR = 3.0
-"""What a model narrower than BGE-M3 needs above its tensors.
+SMALL_MODEL_FACTOR = 7.0
+"""How many times its conservative activations a model narrower than BGE-M3 may hold.
 
-glibc keeps freed blocks of up to 32 MiB in its heap, and holes between them are of no use to larger
-ones: a model of width 384 was seen to hold 2.9 times its conservative figure for 1x512.
+glibc keeps freed blocks of up to 32 MiB in its heap, where the holes between them are of no use to
+larger ones: a model of width 384 was seen to hold 6.5 times as much for one text of 512 tokens.
+Larger blocks, such as the scores of long texts, go back at once.
 """
 
 HIGH_UTILIZATION_PCT = 90.0
@@ -43,8 +44,10 @@ def conservative_coefficients(
         bytes_per_value=bytes_per_value,
     )
     coefficients = Coefficients(model.a_bytes_per_token, model.b_bytes_per_token_sq)
-    is_small = contract.hidden_size < BGE_M3_HIDDEN_SIZE
-    return coefficients.scaled(SMALL_BLOCKS_FACTOR) if is_small else coefficients
+    if contract.hidden_size >= BGE_M3_HIDDEN_SIZE:
+        return coefficients
+    a_bytes_per_token = SMALL_MODEL_FACTOR * coefficients.a_bytes_per_token
+    return attrs.evolve(coefficients, a_bytes_per_token=a_bytes_per_token)
 
 
 @attrs.frozen(kw_only=True)
