@@ -30,7 +30,7 @@ SHORT_TEXT_POSITIONS = 4096
 """Tokens of the largest pass where no text is as long as `SHORT_TEXT_TOKENS`: in small passes, what
 the allocator keeps outweighs what the model needs."""
 
-LEAST_TRIES = 3
+LEAST_TRIES = 2
 """For passes that take longer than patience lasts."""
 
 GROWTH_MARGIN = 1.1
