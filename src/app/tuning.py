@@ -179,7 +179,7 @@ class Tuner:
             result = attrs.evolve(
                 result, outcome=ProbeOutcome.CANCELLED, reason="cancelled by shutdown"
             )
-        fit = fit_workspace(result.peaks)
+        fit = fit_workspace(result.peaks, situation.conservative)
         self._conclude(situation, result, fit)
         self._announce()
 

@@ -57,7 +57,7 @@ class ProbeLimits:
     total_seconds: float = 300.0
     retry_seconds: float = 1.0
     patience_seconds: float = 10.0
-    alone_seconds: float = 2.0
+    alone_seconds: float = 4.0
     repeats: int = 3
     repeat_seconds: float = 1.0
 
@@ -131,6 +131,7 @@ class Probe:
 
     _peaks: list[ShapePeak] = attrs.field(factory=list, init=False)
     _skipped: list[SkippedShape] = attrs.field(factory=list, init=False)
+    _is_busy: bool = attrs.field(default=False, init=False)
 
     def run(self) -> ProbeResult:
         """Measure until done, cancelled or out of time; an engine that fails ends the probe."""
@@ -167,7 +168,8 @@ class Probe:
             readings = self._readings(shape)
             seconds = self.clock() - started
             tries += 1
-        if not readings and seconds <= self.limits.alone_seconds:
+        self._is_busy = not readings
+        if self._is_busy and seconds <= self.limits.alone_seconds:
             with self.meter.alone() as is_alone:
                 readings = self._readings(shape) if is_alone else []
         if readings:
@@ -177,6 +179,8 @@ class Probe:
         return None
 
     def _is_patient(self, tries: int, began: float) -> bool:
+        if self._is_busy:  # one try tells whether that has changed, and how long a pass takes
+            return tries < 1
         return tries < LEAST_TRIES or self.clock() - began < self.limits.patience_seconds
 
     def _must_stop(

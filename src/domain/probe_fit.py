@@ -28,6 +28,9 @@ SCATTER = 0.05
 UNSEEN_SHAPE_MARGIN = 1.10
 """What shapes that were not probed get on top, for the scatter of both."""
 
+TELLING_TOKENS = 512
+"""Texts shorter than this need next to nothing for attention, so that they do not tell b."""
+
 _Column = NDArray[np.float64]
 
 _LEAST_POINTS = 2
@@ -98,11 +101,14 @@ class FitRefusal:
     reason: str
 
 
-def fit_workspace(peaks: Sequence[ShapePeak]) -> Fit | FitRefusal:
+def fit_workspace(
+    peaks: Sequence[ShapePeak], conservative: Coefficients | None = None
+) -> Fit | FitRefusal:
     """Least squares, clamped to what a BERT can need, raised until it covers every peak.
 
     The quadratic term is at least what the scatter of the longest texts can hide: texts that are
-    longer still may be limited by it.
+    longer still may be limited by it. Where only texts shorter than `TELLING_TOKENS` were measured,
+    it is at least that of `conservative`.
     """
     solved = least_squares(peaks)
     if isinstance(solved, FitRefusal):
@@ -118,8 +124,11 @@ def fit_workspace(peaks: Sequence[ShapePeak]) -> Fit | FitRefusal:
             f"the peaks do not grow with the tokens (R² = {r_squared:.2f}): something else used "
             "memory meanwhile"
         )
-    hidden = Coefficients(clamped.a_bytes_per_token, _hidden_quadratic(clamped, peaks))
-    covering = _covering(hidden, peaks).scaled(UNSEEN_SHAPE_MARGIN)
+    least_b = _hidden_quadratic(clamped, peaks)
+    if conservative and all(peak.tokens < TELLING_TOKENS for peak in peaks):
+        least_b = max(least_b, conservative.b_bytes_per_token_sq)
+    least = Coefficients(clamped.a_bytes_per_token, least_b)
+    covering = _covering(least, peaks).scaled(UNSEEN_SHAPE_MARGIN)
     return Fit(
         covering,
         FitQuality(

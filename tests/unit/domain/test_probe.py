@@ -209,7 +209,7 @@ def test_a_disturbed_measurement_is_repeated(meter):
 def test_a_server_that_is_never_quiet(meter):
     """Other work is held back for short passes, and long ones are left out with the reason."""
     meter.disturbed = 10_000
-    meter.seconds_per_token = 0.0015
+    meter.seconds_per_token = 0.003
     result = probe(meter)
 
     assert result.outcome is ProbeOutcome.COMPLETE
@@ -226,11 +226,22 @@ def test_a_server_that_is_never_quiet(meter):
 def test_a_busy_server_ends_the_probe_in_time(meter):
     """Waiting for quiet moments counts for the time of the whole probe."""
     meter.disturbed = 10_000
-    result = probe(meter, total_seconds=30.0)
+    meter.seconds_per_token = 0.003
+    result = probe(meter, total_seconds=20.0)
 
     assert result.outcome is ProbeOutcome.TIMED_OUT
-    assert meter.clock() <= 30.0 + 1.0  # the last pause
+    assert meter.clock() <= 20.0 + 1.0  # the last pause
     assert len(result.peaks) >= 2
+
+
+def test_patience_ends_once(meter):
+    """Under steady load only the first shape is waited for; a quiet moment brings patience back."""
+    meter.disturbed = 13
+    result = probe(meter)
+
+    assert meter.measured.count((1, 64)) == 11 + 1
+    assert meter.measured.count((4, 64)) == 1 + 1
+    assert len(result.peaks) == 10
 
 
 def test_work_that_cannot_be_held_back(meter):

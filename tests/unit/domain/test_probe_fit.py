@@ -148,6 +148,17 @@ def test_what_scatter_can_hide_is_allowed_for():
     assert fit.coefficients.cost_bytes(1, 8192) > 1.4 * 90_000 * 8192
 
 
+def test_short_texts_alone_do_not_tell_what_long_ones_need():
+    """A probe that got no further than 256 tokens keeps the conservative quadratic term."""
+    conservative = Coefficients(98_304.0, 192.0)
+    shapes = [(1, 64), (4, 64), (1, 256)]
+    short = fit_workspace(peaks_of(shapes, 90_000, 20), conservative)
+    telling = fit_workspace(peaks_of([*shapes, (1, 512)], 90_000, 20), conservative)
+
+    assert short.coefficients.b_bytes_per_token_sq >= 192.0
+    assert telling.coefficients.b_bytes_per_token_sq < 30.0
+
+
 def test_covering_short_texts_does_not_cost_long_ones():
     """Passes that peak in the feed-forward part raise the linear term, not the quadratic one."""
     shapes = [(1, 64), (4, 64), (1, 256), (1, 512), (8, 128), (1, 1024), (4, 512)]
