@@ -241,9 +241,11 @@ class Tuner:
             )
 
     def _remember(self) -> None:
-        """Keep what was measured, with what was learnt since."""
+        """Keep what was measured, with what was learnt since; the next start may be quieter."""
         state, situation = self._state, self._situation
         if state is None or situation is None or state.quality is None:
+            return
+        if state.probe is not None and state.probe.was_disturbed:
             return
         problem = self._store.save(situation.key, Fit(state.coefficients, state.quality))
         if problem:

@@ -71,6 +71,9 @@ class ProbeOutcome(enum.Enum):
     ENGINE_FAILED = "engine_failed"
 
 
+BUSY_REASON = "other work ran all the time"
+
+
 @attrs.frozen
 class SkippedShape:
     """A shape that was not measured, and why."""
@@ -87,6 +90,13 @@ class ProbeResult:
     skipped: tuple[SkippedShape, ...]
     outcome: ProbeOutcome
     reason: str
+
+    @property
+    def was_disturbed(self) -> bool:
+        """Whether a quieter machine would have shown more."""
+        return self.outcome is ProbeOutcome.TIMED_OUT or any(
+            skipped.reason == BUSY_REASON for skipped in self.skipped
+        )
 
 
 def probe_shapes(max_tokens: int, conservative: Coefficients) -> tuple[Shape, ...]:
@@ -175,7 +185,7 @@ class Probe:
         if readings:
             self._peaks.append(max(readings, key=lambda reading: reading.peak_bytes))
         else:
-            self._skipped.append(SkippedShape(shape, "other work ran all the time"))
+            self._skipped.append(SkippedShape(shape, BUSY_REASON))
         return None
 
     def _is_patient(self, tries: int, began: float) -> bool:

@@ -220,6 +220,7 @@ def test_a_server_that_is_never_quiet(meter):
         (4, 512), (1, 2048), (1, 4096), (1, 8192),
     ]  # fmt: skip
     assert "6 of 10 shapes were measured; 4x512: other work ran all the time" in result.reason
+    assert result.was_disturbed
     assert meter.clock() <= 300.0
 
 
@@ -242,6 +243,7 @@ def test_patience_ends_once(meter):
     assert meter.measured.count((1, 64)) == 11 + 1
     assert meter.measured.count((4, 64)) == 1 + 1
     assert len(result.peaks) == 10
+    assert not result.was_disturbed
 
 
 def test_work_that_cannot_be_held_back(meter):
