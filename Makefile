@@ -49,11 +49,11 @@ $(VENV)/pip.stamp:
 	@touch $@
 
 $(VENV)/run.stamp: pyproject.toml | $(VENV)/pip.stamp
-	$(VENV)/bin/pip install --quiet --editable '.[preview]'
+	$(VENV)/bin/pip install --quiet --editable '.[preview,openvino]'
 	@touch $@
 
 $(VENV)/test.stamp: pyproject.toml | $(VENV)/pip.stamp
-	$(VENV)/bin/pip install --quiet --editable '.[preview,otlp,plot]' --group test
+	$(VENV)/bin/pip install --quiet --editable '.[preview,otlp,plot,openvino]' --group test
 	@touch $@
 
 # FlagEmbedding needs older packages than the server: it computes its numbers in a place of its own.
@@ -64,5 +64,5 @@ $(REFERENCE_VENV)/stamp: tests/equivalence/reference/requirements.txt
 	@touch $@
 
 $(VENV)/lint.stamp: pyproject.toml | $(VENV)/pip.stamp
-	$(VENV)/bin/pip install --quiet --editable '.[preview,otlp]' --group lint
+	$(VENV)/bin/pip install --quiet --editable '.[preview,otlp,openvino]' --group lint
 	@touch $@

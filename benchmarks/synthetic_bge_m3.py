@@ -29,6 +29,8 @@ PAGE_BYTES = 4096
 SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 PAD_ID = 1
 LAYER_NORM_EPSILON = 1e-5
+INITIALIZER_RANGE = 0.02
+"""Standard deviation of an untrained XLM-RoBERTa's linear weights."""
 
 
 @attrs.frozen
@@ -116,7 +118,7 @@ class _Graph:
         return self.weights.constant(np.array(value, np.float32))
 
     def linear(self, name: str, states: str, inputs: int, outputs: int) -> str:
-        weight = self.weights.add(f"{name}.weight", [inputs, outputs], spread=inputs**-0.5)
+        weight = self.weights.add(f"{name}.weight", [inputs, outputs], spread=INITIALIZER_RANGE)
         bias = self.weights.add(f"{name}.bias", [outputs], spread=0.1)
         return self.op("Add", self.op("MatMul", states, weight), bias)
 

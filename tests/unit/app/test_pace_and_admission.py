@@ -78,6 +78,7 @@ def test_multi_vectors_weigh_more_than_dense_ones():
         (MemoryError(), True),
         (InferenceError("CUDA error: Out Of Memory"), True),
         (InferenceError("Failed to allocate memory for requested buffer of size 8"), True),
+        (InferenceError("Failed to allocate 134217728 bytes of memory"), True),
         (InferenceError("invalid dimension"), False),
     ],
 )
