@@ -32,6 +32,7 @@ def settings(tmp_path_factory):
         "BGE_M3_MODEL": "preview",
         "BGE_M3_CACHE_DIR": str(directory),
         "BGE_M3_LOG_FORMAT": "json",
+        "BGE_M3_WORKERS": "2",
         "BGE_M3_DISABLE_AUTO_BUDGET": "",
     }
 
