@@ -138,7 +138,8 @@ def _probe(config: Config, parsed: argparse.Namespace) -> int:
     if measured.probe is None:
         print(f"nothing was measured: {measured.reason}", file=sys.stderr)
         return EXIT_FAILURE
-    fit = fit_workspace(measured.probe.peaks)
+    conservative = conservative_coefficients(model.backends[0].contract)
+    fit = fit_workspace(measured.probe.peaks, conservative)
     print(
         probe_report(
             measured.probe, fit, measured.cost_model, model.info.max_tokens, config.max_batch
@@ -151,7 +152,7 @@ def _probe(config: Config, parsed: argparse.Namespace) -> int:
             parsed.plot,
             measured.probe.peaks,
             fit.coefficients,
-            conservative=conservative_coefficients(model.backends[0].contract),
+            conservative=conservative,
         )
         print(f"drawn: {parsed.plot}")
     return 0

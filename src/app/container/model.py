@@ -23,7 +23,8 @@ from ...domain.types import MemoryLimit, ModelContract, ProbeKey
 from ..config import MAX_SEQ_LENGTH_LIMIT, Config, ModelVariant
 from ..loading import LoadedModel
 from ..service import ModelInfo
-from ..tuning import Situation, Tuner
+from ..tuning import Tuner
+from ..tuning_state import Situation
 from .engines import (
     Engine,
     device_count,
