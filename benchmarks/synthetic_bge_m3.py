@@ -132,10 +132,9 @@ class _Graph:
 def _model(shape: Shape, weights: _Weights) -> ModelProto:
     graph = _Graph(shape, weights)
     states = _embeddings(graph)
-    real = graph.op("Cast", "attention_mask", to=TensorProto.BOOL)
-    real = graph.op("Unsqueeze", real, weights.constant(np.array([1, 2])))
+    padding = _padding(graph)
     for index in range(shape.layers):
-        states = _layer(graph, f"encoder.layer.{index}", states, real)
+        states = _layer(graph, f"encoder.layer.{index}", states, padding)
     first = graph.op("Gather", states, weights.constant(np.array(0)), axis=1)
     graph.named("LpNormalization", [first], "sentence_embedding", axis=-1, p=2)
     graph.named("Identity", [states], "token_embeddings")
@@ -164,6 +163,19 @@ def _model(shape: Shape, weights: _Weights) -> ModelProto:
     )
 
 
+def _padding(graph: _Graph) -> str:
+    """What is added to attention scores, (batch, 1, 1, sequence): 0, or the least float."""
+    real = "attention_mask"
+    for axis in (1, 2):
+        real = graph.op("Unsqueeze", real, graph.weights.constant(np.array([axis])))
+    real = graph.op("Cast", real, to=TensorProto.FLOAT)
+    return graph.op(
+        "Mul",
+        graph.op("Sub", graph.number(1.0), real),
+        graph.number(float(np.finfo(np.float32).min)),
+    )
+
+
 def _embeddings(graph: _Graph) -> str:
     """Word, position and type rows; positions count real tokens from 2, padding stays on 1."""
     shape, weights = graph.shape, graph.weights
@@ -180,7 +192,7 @@ def _embeddings(graph: _Graph) -> str:
     return graph.layer_norm("embeddings.LayerNorm", summed)
 
 
-def _layer(graph: _Graph, name: str, states: str, real: str) -> str:
+def _layer(graph: _Graph, name: str, states: str, padding: str) -> str:
     shape, constant = graph.shape, graph.weights.constant
     hidden, heads = shape.hidden, shape.attention_heads
 
@@ -191,8 +203,8 @@ def _layer(graph: _Graph, name: str, states: str, real: str) -> str:
 
     query, value = split("query", [0, 2, 1, 3]), split("value", [0, 2, 1, 3])
     scores = graph.op("MatMul", query, split("key", [0, 2, 3, 1]))
-    scaled = graph.op("Mul", scores, graph.number((hidden // heads) ** -0.5))
-    masked = graph.op("Where", real, scaled, graph.number(float(np.finfo(np.float32).min)))
+    scaled = graph.op("Div", scores, graph.number((hidden // heads) ** 0.5))
+    masked = graph.op("Add", scaled, padding)
     mixed = graph.op("MatMul", graph.op("Softmax", masked, axis=-1), value)
     joined = graph.op(
         "Reshape",
