@@ -10,6 +10,7 @@ same arguments give the same bytes on every machine.
 
 import argparse
 import io
+import re
 import time
 import zlib
 from collections.abc import Sequence
@@ -79,7 +80,7 @@ class _Weights:
 
         self.data.write(b"\0" * (-self.data.tell() % PAGE_BYTES))
         offset = self.data.tell()
-        length = self.data.write(values.tobytes())
+        length = self.data.write(values.data)
         tensor = TensorProto(
             name=name,
             dims=dims,
@@ -118,7 +119,9 @@ class _Graph:
     def linear(self, name: str, states: str, inputs: int, outputs: int) -> str:
         weight = self.weights.add(f"{name}.weight", [inputs, outputs], spread=inputs**-0.5)
         bias = self.weights.add(f"{name}.bias", [outputs], spread=0.1)
-        return self.op("Add", self.op("MatMul", states, weight), bias)
+        # Tools that quantise know the matrices by where exporters say that they are.
+        place = re.sub(r"\.(?!\d)", "/", name)
+        return self.op("Add", self.named("MatMul", [states, weight], f"/{place}/MatMul"), bias)
 
     def layer_norm(self, name: str, states: str) -> str:
         width = [self.shape.hidden]
