@@ -5,6 +5,7 @@ that embeds. Imports are inside, because each runs where the others are not inst
 """
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -131,7 +132,7 @@ def quantize_bge_m3_lite(directory: Path) -> None:
 
 
 def _as_lite_finds_files(directory: Path) -> Path:
-    """Its flat folder, of links to the checkpoint.
+    """Its flat folder, of copies: onnx follows no links to weights.
 
     It accepts the published files only, by their digests; a random checkpoint has others.
     """
@@ -141,9 +142,9 @@ def _as_lite_finds_files(directory: Path) -> Path:
     files.mkdir(parents=True, exist_ok=True)
     names = ("sentencepiece.bpe.model", "sparse_linear.pt", "colbert_linear.pt")
     for source in (*names, "onnx/model.onnx", "onnx/model.onnx_data"):
-        link = files / Path(source).name
-        if not link.exists():
-            os.link(directory / source, link)
+        copy = files / Path(source).name
+        if not copy.exists():
+            shutil.copyfile(directory / source, copy)
     hub.ensure_files = lambda wanted, *_, **__: {file.name: files / file.name for file in wanted}
     return files
 
