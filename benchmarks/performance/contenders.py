@@ -71,7 +71,10 @@ def _product(engine: str, model: str) -> Sequence[Contender]:
     serve = ("-m", "bge_m3_server.app.cli", "serve")
     return (
         Contender(f"{name}, HTTP", PRODUCT, serve, variables, ready_path="/ready"),
-        worker(f"{name}, bare engine", PRODUCT, "bge_m3_server", variables),
+        # All threads work on one pass: nothing runs beside it.
+        worker(
+            f"{name}, bare engine", PRODUCT, "bge_m3_server", variables | {"BGE_M3_WORKERS": "1"}
+        ),
     )
 
 

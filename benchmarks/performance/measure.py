@@ -30,7 +30,8 @@ class Sample:
     """What one visit measured.
 
     `call_seconds`: of each call or request; `elapsed_seconds`: of all of them together.
-    `loaded_bytes`: resident before the row; `peak_bytes`: the most while it ran.
+    `loaded_bytes`: resident before the row; `peak_bytes`: the most while it ran; `kept_bytes`:
+    resident after it.
     `cosine`: the least among the texts, None where nothing can be compared.
     `is_single`: only one call, the first, was made.
     """
@@ -39,10 +40,11 @@ class Sample:
     tokens: int
     call_seconds: tuple[float, ...]
     elapsed_seconds: float
-    loaded_bytes: int
-    peak_bytes: int
     cosine: float | None
     is_single: bool = False
+    loaded_bytes: int = 0
+    peak_bytes: int = 0
+    kept_bytes: int = 0
 
     @property
     def texts_per_second(self) -> float:
@@ -81,7 +83,12 @@ def measure(running: Running, task: Task, effort: Effort, *, http: bool) -> Samp
     else:
         ask = _clients if http else _batches
         sample = ask(running, task, effort)
-    return attrs.evolve(sample, loaded_bytes=loaded_bytes, peak_bytes=running.memory.peak_bytes())
+    return attrs.evolve(
+        sample,
+        loaded_bytes=loaded_bytes,
+        peak_bytes=running.memory.peak_bytes(),
+        kept_bytes=running.memory.resident_bytes(),
+    )
 
 
 def least_cosine(vectors: Vectors, reference: Vectors) -> float:
@@ -104,8 +111,6 @@ def _calls(running: Running, task: Task, effort: Effort) -> Sample:
         tokens=task.workload.tokens,
         call_seconds=tuple(times or [first]),
         elapsed_seconds=float(np.median(times or [first])),
-        loaded_bytes=0,
-        peak_bytes=0,
         cosine=least_cosine(vectors, task.reference),
         is_single=not times,
     )
@@ -127,8 +132,6 @@ def _batches(running: Running, task: Task, effort: Effort) -> Sample:
         tokens=count * task.workload.tokens,
         call_seconds=tuple(times),
         elapsed_seconds=sum(times),
-        loaded_bytes=0,
-        peak_bytes=0,
         cosine=least_cosine(vectors, task.reference[:clients]),
     )
 
@@ -192,8 +195,6 @@ def _clients(running: Running, task: Task, effort: Effort) -> Sample:
         tokens=len(loop.seconds) * task.workload.tokens,
         call_seconds=tuple(loop.seconds),
         elapsed_seconds=elapsed,
-        loaded_bytes=0,
-        peak_bytes=0,
         cosine=least_cosine(vectors, task.reference[: loop.clients]),
     )
 

@@ -16,7 +16,8 @@ from benchmarks.performance.measure import Sample
 class Cell:
     """One contender on one row: medians over the rounds; latencies over all calls.
 
-    `loaded_bytes`: the least that was resident before the row; `peak_bytes`: the most while it ran.
+    `loaded_bytes`: the least that was resident before the row; `peak_bytes`: the most while it ran;
+    `kept_bytes`: the most that was resident after it.
     """
 
     texts_per_second: float
@@ -25,6 +26,7 @@ class Cell:
     p95_seconds: float
     loaded_bytes: int
     peak_bytes: int
+    kept_bytes: int
     cosine: float | None
     rounds: int
     calls: int
@@ -81,6 +83,7 @@ def cell_of(samples: Sequence[Sample]) -> Cell:
         p95_seconds=float(np.percentile(calls, 95)),
         loaded_bytes=min(sample.loaded_bytes for sample in samples),
         peak_bytes=max(sample.peak_bytes for sample in samples),
+        kept_bytes=max(sample.kept_bytes for sample in samples),
         cosine=min(cosines, default=None),
         rounds=len(samples),
         calls=len(calls),

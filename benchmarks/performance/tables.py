@@ -36,7 +36,10 @@ def report(results: Results) -> str:
             _grid(results, _texts(results)),
         ),
         ("Latency of a call, seconds: median / 95th percentile", _grid(results, _latency)),
-        ("Peak resident memory, MiB (above the loaded model)", _grid(results, _memory)),
+        (
+            "Resident memory, MiB: peak (above what was there before) / after",
+            _grid(results, _memory),
+        ),
         ("Least cosine of a dense vector to the fp32 reference", _grid(results, _cosine)),
         ("HTTP compared with the bare engine", _shares(results)),
         (f"Matrix rate of this machine, {results.options['threads']} threads", _matrix(results)),
@@ -104,7 +107,7 @@ def _latency(_contender: str, _row: str, cell: Cell) -> str:
 
 def _memory(_contender: str, _row: str, cell: Cell) -> str:
     above_bytes = max(0, cell.peak_bytes - cell.loaded_bytes)
-    return f"{cell.peak_bytes / MIB:.0f} ({above_bytes / MIB:.0f})"
+    return f"{cell.peak_bytes / MIB:.0f} ({above_bytes / MIB:.0f}) / {cell.kept_bytes / MIB:.0f}"
 
 
 def _cosine(_contender: str, _row: str, cell: Cell) -> str:

@@ -22,6 +22,7 @@ def sample(elapsed_seconds, *, cosine=0.9999, **changes):
         "elapsed_seconds": elapsed_seconds,
         "loaded_bytes": 100 * MIB,
         "peak_bytes": 140 * MIB,
+        "kept_bytes": 110 * MIB,
         "cosine": cosine,
     }
     return Sample(**figures | changes)
@@ -91,9 +92,9 @@ def test_http_is_compared_with_the_bare_engine(results):
     assert share[1:] == ["80%", "–"]
 
 
-def test_memory_is_shown_with_what_lies_above_the_model(results):
+def test_memory_is_shown_with_what_the_row_took_and_kept(results):
     """In MiB."""
-    assert line_of("Peak resident", SERVED, report(results))[1:] == ["140 (40)", "–"]
+    assert line_of("Resident memory", SERVED, report(results))[1:] == ["140 (40) / 110", "–"]
 
 
 def test_a_layer_weighs_the_shapes(results):

@@ -29,8 +29,10 @@ def main() -> None:
     parser.add_argument("--prepare", action="store_true")
     arguments = parser.parse_args()
     if arguments.prepare:
-        if arguments.engine in PREPARATIONS:
+        finished = arguments.directory / "exports" / f"{arguments.engine}.finished"
+        if arguments.engine in PREPARATIONS and not finished.exists():
             PREPARATIONS[arguments.engine](arguments.directory)
+            finished.touch()
         return
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints must not get between the answers
