@@ -30,8 +30,8 @@ class Sample:
     """What one visit measured.
 
     `call_seconds`: of each call or request; `elapsed_seconds`: of all of them together.
-    `loaded_bytes`: resident before the row; `peak_bytes`: the most while it ran; `kept_bytes`:
-    resident after it.
+    `loaded_bytes`: resident after the first short text; `peak_bytes`: the most while the row ran;
+    `kept_bytes`: resident after it.
     `cosine`: the least among the texts, None where nothing can be compared.
     `is_single`: only one call, the first, was made.
     """
@@ -76,7 +76,6 @@ def measure(running: Running, task: Task, effort: Effort, *, http: bool) -> Samp
     Raises:
         GaveUpError: a call took too long or failed.
     """
-    loaded_bytes = running.memory.resident_bytes()
     running.memory.reset_peak()
     if task.workload.concurrency == 0:
         sample = _calls(running, task, effort)
@@ -85,7 +84,6 @@ def measure(running: Running, task: Task, effort: Effort, *, http: bool) -> Samp
         sample = ask(running, task, effort)
     return attrs.evolve(
         sample,
-        loaded_bytes=loaded_bytes,
         peak_bytes=running.memory.peak_bytes(),
         kept_bytes=running.memory.resident_bytes(),
     )

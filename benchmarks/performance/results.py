@@ -16,8 +16,8 @@ from benchmarks.performance.measure import Sample
 class Cell:
     """One contender on one row: medians over the rounds; latencies over all calls.
 
-    `loaded_bytes`: the least that was resident before the row; `peak_bytes`: the most while it ran;
-    `kept_bytes`: the most that was resident after it.
+    `loaded_bytes`: the least that was resident after the first short text; `peak_bytes`: the most
+    while the row ran; `kept_bytes`: the most that was resident after it.
     """
 
     texts_per_second: float

@@ -37,7 +37,7 @@ def report(results: Results) -> str:
         ),
         ("Latency of a call, seconds: median / 95th percentile", _grid(results, _latency)),
         (
-            "Resident memory, MiB: peak (above what was there before) / after",
+            "Resident memory, MiB: peak (above the loaded model) / after",
             _grid(results, _memory),
         ),
         ("Least cosine of a dense vector to the fp32 reference", _grid(results, _cosine)),
