@@ -11,7 +11,6 @@ from tokenizers import Tokenizer
 SPECIAL_TOKENS = 2
 """``<s>`` and ``</s>``, which every text is counted with."""
 
-WORDS = 20_000
 QUICK_TEXTS, QUICK_TOKENS = 4, 128
 
 
@@ -98,20 +97,28 @@ def workloads(*, quick: bool = False) -> list[Workload]:
 
 @attrs.frozen
 class TextMaker:
-    """Texts of a wanted number of tokens, each of words that are one token."""
+    """Texts of a wanted number of tokens.
+
+    `words`: each is one token; frequent ones first, as vocabularies are ordered.
+    """
 
     tokenizer: Tokenizer
     words: Sequence[str]
 
     def texts(self, name: str, variant: int, lengths: Sequence[int]) -> list[str]:
-        """Texts that no other `name` and `variant` has, so that no cache can answer for a model.
+        """Texts of this `name` and `variant` alone, so that no cache can answer for a model.
+
+        Words are drawn by Zipf's law, the one of rank r with a probability of about 1/r: as in
+        natural text, a few rows of the embedding table are read often and most of them never.
 
         Raises:
             ValueError: a text has not the tokens that were asked for.
         """
         generator = np.random.default_rng([zlib.crc32(name.encode()), variant])
         texts = [
-            " ".join(self.words[index] for index in generator.integers(len(self.words), size=size))
+            " ".join(
+                self.words[int(rank) - 1] for rank in len(self.words) ** generator.random(size)
+            )
             for size in (length - SPECIAL_TOKENS for length in lengths)
         ]
         found = [len(encoding.ids) for encoding in self.tokenizer.encode_batch(texts)]
@@ -121,14 +128,13 @@ class TextMaker:
 
 
 def text_maker(tokenizer_path: Path) -> TextMaker:
-    """Words of the tokenizer's own vocabulary, spread over all of it."""
+    """All whole words of the tokenizer's own vocabulary."""
     tokenizer = Tokenizer.from_file(str(tokenizer_path))
     pieces = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     words = [piece.removeprefix("▁") for piece, _ in pieces if not piece.startswith("<")]
     marked = any(piece.startswith("▁") for piece, _ in pieces)
     if marked:
         words = [piece[1:] for piece, _ in pieces if piece.startswith("▁") and piece[1:].isalpha()]
-    words = words[:: max(1, len(words) // WORDS)]
     counts = [len(encoding.ids) for encoding in tokenizer.encode_batch(words)]
     whole = [word for word, count in zip(words, counts, strict=True) if count == 1 + SPECIAL_TOKENS]
     return TextMaker(tokenizer, whole)
