@@ -40,9 +40,11 @@ def main() -> None:
     plot_results(arguments.output / "results.svg", results)
     print(f"\n{path}, {path.with_suffix('.svg')}")
     if arguments.docs:
-        page = with_results(arguments.docs.read_text(encoding="utf-8"), tables)
-        arguments.docs.write_text(page, encoding="utf-8")
         figure = arguments.docs.parent / "figures" / f"{arguments.docs.stem}.svg"
+        shown = f"![Tokens per second](figures/{figure.name})\n\n{tables}"
+        page = with_results(arguments.docs.read_text(encoding="utf-8"), shown)
+        arguments.docs.write_text(page, encoding="utf-8")
+        figure.parent.mkdir(exist_ok=True)
         plot_results(figure, results)
         print(f"{arguments.docs}, {figure}")
 
