@@ -10,6 +10,8 @@ else the machine does falls on all of them alike. Figures are medians over the r
 """
 
 import argparse
+import signal
+import sys
 import time
 from pathlib import Path
 
@@ -32,6 +34,7 @@ QUICK = Effort(row_seconds=2.0, query_seconds=1.0)
 
 def main() -> None:
     """Measure or only render, then print, and write what was asked for."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and stop what was started
     arguments = _arguments()
     path = arguments.output / "results.json"
     results = read_results(path) if arguments.render else _measured(arguments, path)
