@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import attrs
 import numpy as np
 
+from ..domain.embedder import PAD_ID
+from ..domain.padding import LONGEST_PADDED_TOKENS
 from ..domain.ports import InferenceBackend, PeakMemory
 from ..domain.types import (
     Floats,
@@ -197,7 +199,13 @@ class ProbeMeter:
 
 
 def probe_batch(batch: int, tokens: int) -> TokenBatch:
-    """Rows of one id: values do not change the cost, and one row of the table is touched."""
+    """Rows of one id: values do not change the cost, and one row of the table is touched.
+
+    Where a server may pad, one row is padded: attention can need more memory then.
+    """
     ids = np.full((batch, tokens), _UNKNOWN_ID, dtype=np.int64)
     ids[:, 0], ids[:, -1] = _BOS_ID, _EOS_ID
-    return TokenBatch(ids, np.ones_like(ids), np.full(batch, tokens, dtype=np.int64))
+    mask, lengths = np.ones_like(ids), np.full(batch, tokens, dtype=np.int64)
+    if batch > 1 and WARM_UP_TOKENS < tokens <= LONGEST_PADDED_TOKENS:
+        ids[-1, -2:], mask[-1, -1], lengths[-1] = (_EOS_ID, PAD_ID), 0, tokens - 1
+    return TokenBatch(ids, mask, lengths)

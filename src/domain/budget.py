@@ -7,9 +7,10 @@ import attrs
 
 from .cost_model import BGE_M3_ATTENTION_HEADS, BGE_M3_HIDDEN_SIZE, FLOAT32_BYTES, CostModel
 from .errors import ConfigError, RequestTooLargeError
+from .padding import LONGEST_PADDED_TOKENS
 from .ports import MemoryProbe
 from .probe_fit import Coefficients
-from .types import MemoryLimit, ModelContract
+from .types import Attention, MemoryLimit, ModelContract
 
 OS_HEADROOM_BYTES = 256 * 1024**2
 """Left to the kernel, request bodies and answers."""
@@ -44,6 +45,9 @@ def conservative_coefficients(
         bytes_per_value=bytes_per_value,
     )
     coefficients = Coefficients(model.a_bytes_per_token, model.b_bytes_per_token_sq)
+    if contract.attention is Attention.BLOCKWISE:
+        masked_bytes = LONGEST_PADDED_TOKENS * coefficients.b_bytes_per_token_sq
+        coefficients = Coefficients(coefficients.a_bytes_per_token + masked_bytes, 0.0)
     if contract.hidden_size >= BGE_M3_HIDDEN_SIZE:
         return coefficients
     a_bytes_per_token = SMALL_MODEL_FACTOR * coefficients.a_bytes_per_token

@@ -10,6 +10,11 @@ _SHORT_TOKENS_PER_THREAD = 32
 a sixth of the rate of a full chunk on two threads, so that beyond it any padding is a loss."""
 
 
+LONGEST_PADDED_TOKENS = 256
+"""No CPU pads longer texts: above it even attention that is blockwise only without a mask takes
+memory linear in the length."""
+
+
 @attrs.frozen(kw_only=True)
 class PaddingRule:
     """Texts share a chunk if they are equally long, or short and of nearly the same length.
@@ -39,6 +44,5 @@ ANY_PADDING = PaddingRule(stretch=math.inf)
 
 def cpu_padding(threads: int) -> PaddingRule:
     """On CPUs time follows tokens: only short texts are worth padding, and only a little."""
-    return PaddingRule(
-        short_tokens=_SHORT_TOKENS_PER_THREAD * threads, stretch=1.05, slack_tokens=2
-    )
+    short_tokens = min(_SHORT_TOKENS_PER_THREAD * threads, LONGEST_PADDED_TOKENS)
+    return PaddingRule(short_tokens=short_tokens, stretch=1.05, slack_tokens=2)

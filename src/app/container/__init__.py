@@ -35,8 +35,11 @@ from .engines import settle, worker_count
 from .model import load_model
 from .preparation import prepare_model
 
-QUIET_LOGGERS = {"httpx": logging.WARNING, "httpx2": logging.WARNING}
-"""The hub client's own lines per request; ours tell what is being downloaded."""
+QUIET_LOGGERS = dict.fromkeys(
+    ("httpx", "httpx2", "fusion_base", "onnx_model", "onnx_model_bert"), logging.WARNING
+)
+"""Lines per request of the hub client, and per step of ONNX Runtime's optimiser; ours tell what is
+being downloaded and prepared."""
 
 
 def set_up_logging(config: Config) -> None:
