@@ -6,6 +6,7 @@ keeps workers and model alive.
 """
 
 import asyncio
+import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,7 +23,7 @@ from ..domain.errors import (
 )
 from ..domain.ports import Clock, Telemetry
 from ..domain.types import Heads, ModelContract, TokenizedText
-from .admission import Admission, size_bytes
+from .admission import Admission, guessed_tokens, size_bytes
 from .canary import Canary, canary_job
 from .jobs import Job
 from .loading import LoadedModel, ProcessMemory
@@ -81,7 +82,9 @@ class Engine:
         self._supervisor = Supervisor(
             self._pool, load_model, settings.supervisor, clock, memory or ProcessMemory()
         )
-        self._admission = Admission(settings.queue_tokens, settings.queue_bytes)
+        self._admission = Admission(
+            settings.queue_tokens, settings.queue_bytes, clock, random.random
+        )
         self._tokenizer_pool = ThreadPoolExecutor(settings.workers, thread_name_prefix="tokenize")
         self._served: tuple[ModelInfo, ModelContract] | None = None
         self._is_draining = False
@@ -157,7 +160,9 @@ class Engine:
         needed_bytes = size_bytes(texts, heads, info)
         timeout = timeout_seconds or self._settings.request_timeout_seconds
         deadline = None if timeout is None else self._clock() + timeout
-        with self._admission.hold(needed_bytes, pool.waiting_tokens, pool.tokens_per_second):
+        with self._admission.hold(
+            needed_bytes, guessed_tokens(texts), pool.waiting_tokens, pool.tokens_per_second
+        ):
             try:
                 async with asyncio.timeout(timeout) as scope:
                     return await self._embed(texts, heads, deadline)

@@ -128,7 +128,7 @@ def test_a_text_too_big_for_the_memory_fails_alone():
     backend = FaultBackend()
     with faulty_engine(backend, workers=1) as engine:
         backend.memory_positions = 50
-        with pytest.raises(InferenceError, match=r"input\[1\].*Failed to allocate") as caught:
+        with pytest.raises(InferenceError, match=r"input\[1\].*memory ran out") as caught:
             asyncio.run(engine.embed(["short", "long " * 60], Heads.DENSE))
 
         assert caught.value.index == 1
