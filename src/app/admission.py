@@ -85,8 +85,10 @@ class Admission:
         if needed_bytes > self.limit_bytes:
             raise _too_large(needed_bytes, self.limit_bytes, "bytes")
         if waiting_tokens >= self.limit_tokens:
-            excess = waiting_tokens + about_tokens - self.limit_tokens
-            raise self._full("tokens", waiting_tokens, excess, about_tokens, tokens_per_second)
+            excess_tokens = waiting_tokens + about_tokens - self.limit_tokens
+            raise self._full(
+                "tokens", waiting_tokens, excess_tokens, about_tokens, tokens_per_second
+            )
         excess_bytes = self.held_bytes + needed_bytes - self.limit_bytes
         if excess_bytes > 0:
             excess = waiting_tokens * excess_bytes / self.held_bytes
