@@ -37,7 +37,8 @@ from .service import (
     Tuning,
 )
 from .supervisor import Supervisor, SupervisorSettings
-from .workers import PoolStatus, WorkerPool
+from .worker import PoolStatus
+from .workers import WorkerPool
 
 NON_FINITE_LIMIT = 3
 """So many texts in a row without one finite result mean that the model is broken, not the texts."""
@@ -89,7 +90,7 @@ class Engine:
         self._served: tuple[ModelInfo, ModelContract] | None = None
         self._is_draining = False
         self._is_stopped = False
-        self._canary = Canary(self._run_canary, self._is_busy, clock)
+        self._canary = Canary(self._run_canary, self._pool.status, clock)
 
     def load(self) -> None:
         """Load the model, test it, start the workers. Blocks; run it in a thread of its own.
@@ -119,6 +120,7 @@ class Engine:
             total_workers=self._settings.workers,
             draining=self._is_draining,
             busy_workers=pool.busy_workers,
+            suspect_workers=pool.suspect_workers,
             replaced_workers=pool.replaced_workers,
             failure=self._failure(pool),
             model=self._served[0] if self._served else None,
@@ -177,8 +179,8 @@ class Engine:
     async def canary(self) -> CanaryReport:
         """Run a few tokens before all waiting work; a recent report is given again.
 
-        An idle model is not woken up for it, and workers that are all at work within their
-        expected time are healthy.
+        An idle model is not woken up for it. Workers that are all at work are healthy, unless all
+        take far longer than expected.
 
         Raises:
             UnavailableError: not ready, or no worker is alive.
@@ -256,10 +258,6 @@ class Engine:
                 canary_job, model.tokenizer, model.info.heads, self._clock
             )
             await self._run(job)
-
-    def _is_busy(self) -> bool:
-        pool = self._pool.status()
-        return 0 < pool.live_workers == pool.busy_workers
 
 
 def require_room(lengths: Sequence[int], tuning: Tuning) -> None:

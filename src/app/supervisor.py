@@ -17,7 +17,8 @@ from .jobs import Job
 from .loading import LoadedModel, ProcessMemory, close, load_tested
 from .pace import Passed
 from .service import ProbeStatus, Tuning
-from .workers import PoolStatus, WorkerPool
+from .worker import PoolStatus
+from .workers import WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -245,6 +246,7 @@ class Supervisor:
             "live_workers": status.live_workers,
             "loaded_workers": status.live_workers if self._model else 0,
             "busy_workers": status.busy_workers,
+            "suspect_workers": status.suspect_workers,
             "replaced_workers": status.replaced_workers,
             "queue_depth": status.waiting_texts,
             "queue_tokens": status.waiting_tokens,

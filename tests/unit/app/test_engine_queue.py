@@ -331,6 +331,7 @@ def test_the_heartbeat_tells_what_the_engine_did(caplog):
         "live_workers": 2,
         "loaded_workers": 2,
         "busy_workers": 0,
+        "suspect_workers": 0,
         "replaced_workers": 0,
         "queue_depth": 0,
         "queue_tokens": 0,

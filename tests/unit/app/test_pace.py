@@ -45,4 +45,24 @@ def test_patience_grows_with_the_chunk():
     pace = pace_of(1000)
 
     assert pace.hang_seconds(task(1, 100), minimum=60) == 60
-    assert pace.hang_seconds(task(10, 1000), minimum=60) == pytest.approx(200)
+    assert pace.hang_seconds(task(10, 1000), minimum=60) == pytest.approx(
+        20 * 10 * (1 + 1000 / 6144)
+    )
+
+
+def test_a_chunk_that_should_be_over_is_suspect_within_two_seconds():
+    """As long as the engine keeps chunks short, a worker that hangs shows at once."""
+    pace = pace_of(1000)
+    limit = pace.position_limit(10**6, 1)
+
+    assert pace.suspect_seconds(task(1, 10)) == 1.0
+    assert pace.suspect_seconds(task(limit // 10, 10)) <= 2.0
+
+
+def test_an_honest_long_chunk_is_not_suspect():
+    """A text of 8192 tokens takes more than twice as long per token as those measured so far."""
+    pace = pace_of(1000)
+    honest_seconds = 8192 / 1000 * (1 + 8192 / 6144)
+
+    assert pace.suspect_seconds(task(1, 8192)) > 2.5 * honest_seconds
+    assert Pace().suspect_seconds(task(1, 8)) == float("inf")
