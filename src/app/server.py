@@ -19,7 +19,7 @@ from ..domain.errors import ConfigError, ModelError
 from .config import Config
 from .container import Container
 from .engine import Engine
-from .http.protocol import EnvelopeProtocol
+from .http.protocol import envelope_protocol
 from .tuning import Tuner
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def serve(config: Config, container: Container) -> int:
             log_config=None,
             access_log=False,
             server_header=False,
-            http=EnvelopeProtocol,
+            http=envelope_protocol(config.read_timeout_seconds),
             ws="none",
         ),
         engine,

@@ -122,15 +122,31 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
                 }
             },
         )
-    detail = ErrorDetail(
-        _shortened(failure.message), failure.type, failure.param, failure.code or failure.status
-    )
     return Response(
-        ErrorResponse(detail),
+        _envelope(failure),
         status_code=failure.status,
         media_type=MediaType.JSON,
         headers=dict(failure.headers),
     )
+
+
+def raw_answer(failure: Failure, answered_id: str) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """Headers and body of a refusal that closes its connection, without the framework."""
+    body = msgspec.json.encode(_envelope(failure))
+    headers = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "x-request-id": answered_id,
+        "connection": "close",
+        **failure.headers,
+    }
+    return [(name.encode(), value.encode()) for name, value in headers.items()], body
+
+
+def _envelope(failure: Failure) -> ErrorResponse:
+    message = _shortened(failure.message)
+    code = failure.code or failure.status
+    return ErrorResponse(ErrorDetail(message, failure.type, failure.param, code))
 
 
 async def refuse_at_the_end(scope: Scope, send: Send) -> None:
@@ -138,22 +154,19 @@ async def refuse_at_the_end(scope: Scope, send: Send) -> None:
 
     Where an answer has begun there is nothing left to say, and the server refuses to.
     """
-    message = "the server is stopping"
-    detail = ErrorDetail(message, "service_unavailable", None, 503)
-    body = msgspec.json.encode(ErrorResponse(detail))
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"x-request-id", request_id(scope).encode()),
-        (b"connection", b"close"),
-        *(
-            (name.encode(), value.encode())
-            for name, value in retry_after(NOT_READY_RETRY_SECONDS).items()
-        ),
-    ]
+    headers, body = raw_answer(STOPPING, request_id(scope))
     with contextlib.suppress(RuntimeError):
-        await send({"type": "http.response.start", "status": 503, "headers": headers})
+        await send({"type": "http.response.start", "status": STOPPING.status, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+STOPPING = Failure(
+    503,
+    "service_unavailable",
+    "the server is stopping",
+    headers=retry_after(NOT_READY_RETRY_SECONDS),
+)
+"""What a request gets that the server stops before it could be read or answered."""
 
 
 def _shortened(message: str) -> str:
