@@ -58,6 +58,7 @@ class Admission:
 
     `chance`: a number from 0 to 1, another one at each call.
     `held_bytes`: what all admitted requests hold.
+    `arriving_tokens`: a guess for those whose texts are not tokenised yet.
     """
 
     limit_tokens: int
@@ -65,6 +66,7 @@ class Admission:
     clock: Clock
     chance: Callable[[], float]
     held_bytes: int = attrs.field(default=0, init=False)
+    arriving_tokens: int = attrs.field(default=0, init=False)
     _refused_tokens: float = attrs.field(default=0.0, init=False)
     _refused_at: float = attrs.field(default=0.0, init=False)
 
@@ -84,20 +86,31 @@ class Admission:
         """
         if needed_bytes > self.limit_bytes:
             raise _too_large(needed_bytes, self.limit_bytes, "bytes")
-        if waiting_tokens >= self.limit_tokens:
-            excess_tokens = waiting_tokens + about_tokens - self.limit_tokens
-            raise self._full(
-                "tokens", waiting_tokens, excess_tokens, about_tokens, tokens_per_second
-            )
+        taken_tokens = waiting_tokens + self.arriving_tokens
+        if taken_tokens >= self.limit_tokens:
+            excess = taken_tokens + about_tokens - self.limit_tokens
+            raise self._full("tokens", taken_tokens, excess, about_tokens, tokens_per_second)
         excess_bytes = self.held_bytes + needed_bytes - self.limit_bytes
         if excess_bytes > 0:
-            excess = waiting_tokens * excess_bytes / self.held_bytes
+            excess = taken_tokens * excess_bytes // self.held_bytes
             raise self._full("bytes", self.held_bytes, excess, about_tokens, tokens_per_second)
         self.held_bytes += needed_bytes
         try:
             yield
         finally:
             self.held_bytes -= needed_bytes
+
+    @contextlib.contextmanager
+    def arriving(self, about_tokens: int) -> Iterator[None]:
+        """Count a request's tokens by guess while its texts are not tokenised yet.
+
+        Otherwise a crowd that comes at once would be tokenised only to be refused.
+        """
+        self.arriving_tokens += about_tokens
+        try:
+            yield
+        finally:
+            self.arriving_tokens -= about_tokens
 
     def require_tokens(
         self, needed_tokens: int, waiting_tokens: int, tokens_per_second: float | None

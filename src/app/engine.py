@@ -217,12 +217,13 @@ class Engine:
         return self._served
 
     async def _embed(self, texts: Sequence[str], heads: Heads, deadline: float | None) -> JobResult:
-        model = self._supervisor.model
-        if model is None:
-            # One future for all who wait: nobody who leaves may cancel it.
-            model = await asyncio.shield(asyncio.wrap_future(self._supervisor.want_model()))
-        started = self._clock()
-        tokenized = await self._tokenize(texts, model)
+        with self._admission.arriving(guessed_tokens(texts)):
+            model = self._supervisor.model
+            if model is None:
+                # One future for all who wait: nobody who leaves may cancel it.
+                model = await asyncio.shield(asyncio.wrap_future(self._supervisor.want_model()))
+            started = self._clock()
+            tokenized = await self._tokenize(texts, model)
         tokenize_seconds = self._clock() - started
         pool = self._pool.status()
         needed_tokens = sum(map(len, tokenized))

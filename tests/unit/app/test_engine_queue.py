@@ -121,6 +121,28 @@ def test_a_full_queue_refuses_with_the_time_to_come_back():
         assert 0 < asyncio.run(ask(engine, backend)) <= 60
 
 
+def test_a_crowd_that_comes_at_once_is_not_tokenised_in_vain():
+    """What is being tokenised counts by guess: most are refused before any work is done."""
+    tokenizer = SlowTokenizer()
+    tokenizer.gate.set()
+    model = attrs.evolve(loaded_model(FakeBackend()), tokenizer=tokenizer)
+    settings = EngineSettings(queue_tokens=100)
+    engine = Engine(lambda: model, settings, NoTelemetry(), time.monotonic)
+    engine.load()
+    tokenizer.gate.clear()
+
+    async def ask():
+        crowd = [engine.embed(["word " * 30], Heads.DENSE) for _ in range(50)]
+        waiting = [asyncio.create_task(request) for request in crowd]
+        await until(lambda: sum(task.done() for task in waiting) == 48)
+        tokenizer.gate.set()
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    with stopping(engine):
+        answers = asyncio.run(ask())
+    assert sum(isinstance(answer, QueueFullError) for answer in answers) == 48
+
+
 def test_the_bytes_of_requests_under_way_are_bounded():
     """A queue may be short in tokens and long in bytes; all of them come back."""
 
