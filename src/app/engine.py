@@ -7,7 +7,7 @@ keeps workers and model alive.
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import attrs
@@ -16,7 +16,6 @@ from ..domain.budget import require_fits
 from ..domain.cost_model import CostModel
 from ..domain.embedder import require_heads
 from ..domain.errors import (
-    DeadlineExceededError,
     NotReadyError,
     NoWorkersError,
     RequestTooLargeError,
@@ -25,6 +24,7 @@ from ..domain.ports import Clock, Telemetry
 from ..domain.types import Heads, ModelContract, TokenizedText
 from .admission import Admission, guessed_tokens, size_bytes
 from .canary import Canary, canary_job
+from .deadline import within
 from .jobs import Job
 from .loading import LoadedModel, ProcessMemory
 from .service import (
@@ -109,6 +109,10 @@ class Engine:
         """Use newly measured coefficients from the next chunk on; any thread may call this."""
         self._supervisor.set_cost_model(cost_model, tuning)
 
+    def report_in_heartbeat(self, figures: Callable[[], Mapping[str, int]]) -> None:
+        """Log these figures with every heartbeat, too."""
+        self._supervisor.report_in_heartbeat(figures)
+
     def status(self) -> ServiceStatus:
         """The present state, at once."""
         pool = self._pool.status()
@@ -165,16 +169,8 @@ class Engine:
         with self._admission.hold(
             needed_bytes, guessed_tokens(texts), pool.waiting_tokens, pool.tokens_per_second
         ):
-            try:
-                async with asyncio.timeout(timeout) as scope:
-                    return await self._embed(texts, heads, deadline)
-            except TimeoutError:
-                if not scope.expired():
-                    raise
-                raise DeadlineExceededError(
-                    f"the request was not finished within {timeout:g} s; send fewer texts per "
-                    "request, or allow more time with x-request-timeout-ms"
-                ) from None
+            async with within(timeout):
+                return await self._embed(texts, heads, deadline)
 
     async def canary(self) -> CanaryReport:
         """Run a few tokens before all waiting work; a recent report is given again.

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 
 import attrs
@@ -65,6 +65,7 @@ class Supervisor:
         self._trial: tuple[int, Job] | None = None
         self._reloads: deque[float] = deque()
         self._beat_at = clock()
+        self._more_figures: list[Callable[[], Mapping[str, int]]] = []
         self._passed = Passed()
         self._wake = threading.Event()
         self._is_stopping = False
@@ -94,6 +95,10 @@ class Supervisor:
     def trouble(self) -> str | None:
         """Why nothing is answered at present; requests wait, unless it is a `failure`."""
         return self._failure or self._trouble
+
+    def report_in_heartbeat(self, figures: Callable[[], Mapping[str, int]]) -> None:
+        """Log these figures with every heartbeat, too."""
+        self._more_figures.append(figures)
 
     def start(self) -> None:
         """Load the model and let the workers start. Blocks.
@@ -258,4 +263,6 @@ class Supervisor:
             "padding_pct": round(100 * (1 - tokens / positions), 1) if positions else 0.0,
             "busy_seconds": round(self._passed.seconds - before.seconds, 3),
         }
+        for figures in self._more_figures:
+            fields |= figures()
         logger.info("heartbeat", extra={"fields": fields})

@@ -13,7 +13,7 @@ from bge_m3_server.domain import CostModel, Embedder, InferenceError, NoTelemetr
 from bge_m3_server.domain.testing import FakeBackend, FakeTokenizer
 from bge_m3_server.domain.types import Heads
 
-from tests.support.engines import TICK, engine_over, loaded_model, stopping
+from tests.support.engines import TICK, engine_over, loaded_model, stopping, until
 from tests.support.fault_backend import Fault, FaultBackend
 
 BATCHES = CostModel(1.0, 0.0, 200)
@@ -46,13 +46,6 @@ def faulty_engine(backend, **settings):
             yield engine
     finally:
         backend.released.set()
-
-
-async def until(condition, timeout_seconds=10):
-    """Wait for what another thread does."""
-    async with asyncio.timeout(timeout_seconds):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
