@@ -44,9 +44,9 @@ def size_bytes(texts: Sequence[str], heads: Heads, model: ModelInfo) -> int:
     return total
 
 
-def guessed_tokens(texts: Sequence[str]) -> int:
+def guessed_tokens(texts: Sequence[str], model: ModelInfo) -> int:
     """About how many tokens texts have that were not tokenised; for refusals, nothing else."""
-    return sum(2 + len(text) // _CHARACTERS_PER_TOKEN for text in texts)
+    return sum(min(2 + len(text) // _CHARACTERS_PER_TOKEN, model.max_tokens) for text in texts)
 
 
 @attrs.define

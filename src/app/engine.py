@@ -163,14 +163,14 @@ class Engine:
         info, contract = self._require_ready()
         require_heads(contract, heads)
         pool = self._pool.status()
-        needed_bytes = size_bytes(texts, heads, info)
+        needed_bytes, about_tokens = size_bytes(texts, heads, info), guessed_tokens(texts, info)
         timeout = timeout_seconds or self._settings.request_timeout_seconds
         deadline = None if timeout is None else self._clock() + timeout
         with self._admission.hold(
-            needed_bytes, guessed_tokens(texts), pool.waiting_tokens, pool.tokens_per_second
+            needed_bytes, about_tokens, pool.waiting_tokens, pool.tokens_per_second
         ):
             async with within(timeout):
-                return await self._embed(texts, heads, deadline)
+                return await self._embed(texts, heads, about_tokens, deadline)
 
     async def canary(self) -> CanaryReport:
         """Run a few tokens before all waiting work; a recent report is given again.
@@ -212,8 +212,10 @@ class Engine:
             raise NoWorkersError("no workers available")
         return self._served
 
-    async def _embed(self, texts: Sequence[str], heads: Heads, deadline: float | None) -> JobResult:
-        with self._admission.arriving(guessed_tokens(texts)):
+    async def _embed(
+        self, texts: Sequence[str], heads: Heads, about_tokens: int, deadline: float | None
+    ) -> JobResult:
+        with self._admission.arriving(about_tokens):
             model = self._supervisor.model
             if model is None:
                 # One future for all who wait: nobody who leaves may cancel it.

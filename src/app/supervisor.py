@@ -25,6 +25,10 @@ logger = logging.getLogger(__name__)
 FAILURE_LIMIT = 5
 """So many failed chunks in a row raise the question whether the model works at all."""
 
+TRIM_AFTER_SECONDS = 1.0
+"""After so long without work the allocator gives back what it keeps: freed by many threads, in
+pieces of many sizes, it came to two thirds of a small process."""
+
 RELOAD_LIMIT = 3
 RELOAD_WINDOW_SECONDS = 600.0
 """A model that had to be loaded again so often within this time is given up."""
@@ -65,6 +69,7 @@ class Supervisor:
         self._trial: tuple[int, Job] | None = None
         self._reloads: deque[float] = deque()
         self._beat_at = clock()
+        self._trimmed_after: float | None = None
         self._more_figures: list[Callable[[], Mapping[str, int]]] = []
         self._passed = Passed()
         self._wake = threading.Event()
@@ -154,6 +159,7 @@ class Supervisor:
         elif self._is_idle(status):
             self._unload()
             logger.info("Unloaded the model after idle timeout")
+        self._trim(status)
         self._beat(status)
 
     def _has_failed(self, status: PoolStatus) -> bool:
@@ -227,6 +233,15 @@ class Supervisor:
     def _refuse(self, error: UnavailableError) -> None:
         with self._lock, contextlib.suppress(InvalidStateError):
             self._next_model.set_exception(error)
+
+    def _trim(self, status: PoolStatus) -> None:
+        """Once after each spell of work."""
+        since = status.idle_since
+        if since is None or since == self._trimmed_after:
+            return
+        if self._clock() - since >= TRIM_AFTER_SECONDS:
+            self._memory.trim()
+            self._trimmed_after = since
 
     def _is_idle(self, status: PoolStatus) -> bool:
         timeout = self._settings.idle_timeout_seconds

@@ -69,14 +69,15 @@ def test_who_was_refused_first_comes_back_first():
 def test_a_full_queue_counts_also_what_was_not_tokenised():
     """A request that is refused before its texts are read is guessed from its characters."""
     admission = Admission(1000, 10**6, Time(), chance=lambda: 0.0)
-    tokens = guessed_tokens(["word " * 120])
+    model = ModelInfo("m", Heads.DENSE, dimensions=1024, max_tokens=202)
+    tokens = guessed_tokens(["word " * 120], model)
     waits = []
     for _ in range(2):
         with pytest.raises(QueueFullError) as caught, admission.hold(1, tokens, 1000, 1000.0):
             pass
         waits.append(caught.value.retry_after_seconds)
 
-    assert tokens == 202
+    assert tokens == 202 == guessed_tokens(["word " * 500], model)
     assert waits == pytest.approx([0.202, 0.404])
 
 

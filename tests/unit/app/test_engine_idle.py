@@ -146,3 +146,46 @@ def test_the_heartbeat_tells_what_the_engine_did(caplog):
 
 def _chunks(record):
     return record.getMessage() == "heartbeat" and record.fields["chunks"]
+
+
+@attrs.define
+class Time:
+    """A clock that stands still until it is set."""
+
+    now: float = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_memory_is_given_back_after_each_spell_of_work():
+    """Once, as soon as nothing was to do for a second, though the model stays."""
+    clock, trims = Time(), []
+    memory = ProcessMemory(trim=lambda: trims.append(clock.now))
+    settings = EngineSettings(supervisor=SupervisorSettings(tick_seconds=0.01))
+    engine = Engine(
+        lambda: loaded_model(FakeBackend(), cost_model=BATCHES),
+        settings,
+        NoTelemetry(),
+        clock,
+        memory,
+    )
+
+    async def work():
+        clock.now = 5.0  # long after the model was loaded
+        await until(lambda: trims)
+        for spell in (10.0, 20.0):
+            clock.now = spell
+            await engine.embed(["a b"], Heads.DENSE)
+            await asyncio.sleep(0.05)
+            assert spell not in trims
+            clock.now = spell + 1.0
+            await until(lambda done=spell + 1.0: done in trims)
+            clock.now = spell + 5.0
+            await asyncio.sleep(0.05)
+            assert engine.status().loaded_workers == 2
+
+    engine.load()
+    with stopping(engine):
+        asyncio.run(work())
+        assert trims == [5.0, 11.0, 21.0]
