@@ -11,4 +11,4 @@ def test_memory_comes_back_after_a_long_text_and_does_not_grow():
     report = soak.run(requests=40, shape=SMALL, long_texts=1, samples=4)
 
     assert report.peak_bytes > 3 * report.before_bytes
-    assert report.problems() == []
+    assert report.problems() == [], report
