@@ -22,7 +22,7 @@ from ...domain.errors import (
 from ...domain.types import Floats, HeadProjections, Ids, ModelContract, TokenBatch
 from ..models.contract import TensorSpec, read_contract
 from ..models.onnx_file import check_external_data, inspect_graph
-from .out_of_memory import is_out_of_memory
+from ..out_of_memory import is_out_of_memory
 
 ENGINE_VERSION: str = onnxruntime.__version__
 

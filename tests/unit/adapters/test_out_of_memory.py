@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from bge_m3_server.adapters.ort.out_of_memory import is_out_of_memory
 from bge_m3_server.adapters.ort.session import Provider, SessionSettings, load_backend
+from bge_m3_server.adapters.out_of_memory import is_out_of_memory
 from bge_m3_server.domain.embedder import pad
 from bge_m3_server.domain.errors import OutOfMemoryError
 from bge_m3_server.domain.types import HeadProjections, TokenizedText
@@ -53,6 +53,7 @@ def test_a_pass_that_cannot_have_its_memory_says_so(tmp_path):
         (MemoryError(), True),
         (RuntimeError("CUDA error: Out Of Memory"), True),
         (RuntimeError("Failed to allocate memory for requested buffer of size 8"), True),
+        (RuntimeError("Failed to allocate 134217728 bytes of memory"), True),
         (RuntimeError("invalid dimension"), False),
     ],
 )
