@@ -4,7 +4,7 @@ WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY src ./src
 RUN python -m venv /opt/venv
-RUN /opt/venv/bin/pip install --no-cache-dir '.[otlp]'
+RUN /opt/venv/bin/pip install --no-cache-dir '.[otlp,openvino]'
 
 FROM python:3.12-slim
 RUN useradd --uid 10002 --user-group --no-create-home --shell /usr/sbin/nologin bge

@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # The two environments of the tests are made side by side.
 MAKEFLAGS += --jobs=2
 
-.PHONY: run test parity equivalence-real figures lint format clean
+.PHONY: run test parity equivalence-real bench figures lint format clean
 
 run: $(VENV)/run.stamp
 	exec env BGE_M3_MODEL=preview BGE_M3_CACHE_DIR=$(CACHE) BGE_M3_BIND=$(BIND) BGE_M3_LOG_FORMAT=text $(VENV)/bin/bge-m3-server serve
@@ -23,6 +23,10 @@ parity: $(VENV)/test.stamp $(REFERENCE_VENV)/stamp
 
 equivalence-real: $(VENV)/test.stamp
 	BGE_M3_EQUIVALENCE_REAL=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -rs tests/equivalence/test_real_model.py
+
+# This server and its peers side by side, docs/performance.md; options as BENCH_ARGS, see --help.
+bench: $(VENV)/bench.stamp
+	$(VENV)/bin/python -m benchmarks.performance $(BENCH_ARGS)
 
 # The figures of docs/startup-probe.md, from the measurements that are kept in tools/visuals.
 figures: $(VENV)/test.stamp
@@ -49,11 +53,15 @@ $(VENV)/pip.stamp:
 	@touch $@
 
 $(VENV)/run.stamp: pyproject.toml | $(VENV)/pip.stamp
-	$(VENV)/bin/pip install --quiet --editable '.[preview]'
+	$(VENV)/bin/pip install --quiet --editable '.[preview,openvino]'
 	@touch $@
 
 $(VENV)/test.stamp: pyproject.toml | $(VENV)/pip.stamp
-	$(VENV)/bin/pip install --quiet --editable '.[preview,otlp,plot]' --group test
+	$(VENV)/bin/pip install --quiet --editable '.[preview,otlp,plot,openvino]' --group test
+	@touch $@
+
+$(VENV)/bench.stamp: pyproject.toml | $(VENV)/pip.stamp
+	$(VENV)/bin/pip install --quiet --editable '.[preview,plot,openvino]'
 	@touch $@
 
 # FlagEmbedding needs older packages than the server: it computes its numbers in a place of its own.
@@ -64,5 +72,5 @@ $(REFERENCE_VENV)/stamp: tests/equivalence/reference/requirements.txt
 	@touch $@
 
 $(VENV)/lint.stamp: pyproject.toml | $(VENV)/pip.stamp
-	$(VENV)/bin/pip install --quiet --editable '.[preview,otlp]' --group lint
+	$(VENV)/bin/pip install --quiet --editable '.[preview,otlp,openvino]' --group lint
 	@touch $@

@@ -10,6 +10,7 @@ same arguments give the same bytes on every machine.
 
 import argparse
 import io
+import re
 import time
 import zlib
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ PAGE_BYTES = 4096
 SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 PAD_ID = 1
 LAYER_NORM_EPSILON = 1e-5
+INITIALIZER_RANGE = 0.02
+"""Standard deviation of an untrained XLM-RoBERTa's linear weights."""
 
 
 @attrs.frozen
@@ -79,7 +82,7 @@ class _Weights:
 
         self.data.write(b"\0" * (-self.data.tell() % PAGE_BYTES))
         offset = self.data.tell()
-        length = self.data.write(values.tobytes())
+        length = self.data.write(values.data)
         tensor = TensorProto(
             name=name,
             dims=dims,
@@ -116,9 +119,11 @@ class _Graph:
         return self.weights.constant(np.array(value, np.float32))
 
     def linear(self, name: str, states: str, inputs: int, outputs: int) -> str:
-        weight = self.weights.add(f"{name}.weight", [inputs, outputs], spread=inputs**-0.5)
+        weight = self.weights.add(f"{name}.weight", [inputs, outputs], spread=INITIALIZER_RANGE)
         bias = self.weights.add(f"{name}.bias", [outputs], spread=0.1)
-        return self.op("Add", self.op("MatMul", states, weight), bias)
+        # Tools that quantise know the matrices by where exporters say that they are.
+        place = re.sub(r"\.(?!\d)", "/", name)
+        return self.op("Add", self.named("MatMul", [states, weight], f"/{place}/MatMul"), bias)
 
     def layer_norm(self, name: str, states: str) -> str:
         width = [self.shape.hidden]
@@ -132,10 +137,9 @@ class _Graph:
 def _model(shape: Shape, weights: _Weights) -> ModelProto:
     graph = _Graph(shape, weights)
     states = _embeddings(graph)
-    real = graph.op("Cast", "attention_mask", to=TensorProto.BOOL)
-    real = graph.op("Unsqueeze", real, weights.constant(np.array([1, 2])))
+    padding = _padding(graph)
     for index in range(shape.layers):
-        states = _layer(graph, f"encoder.layer.{index}", states, real)
+        states = _layer(graph, f"encoder.layer.{index}", states, padding)
     first = graph.op("Gather", states, weights.constant(np.array(0)), axis=1)
     graph.named("LpNormalization", [first], "sentence_embedding", axis=-1, p=2)
     graph.named("Identity", [states], "token_embeddings")
@@ -164,6 +168,19 @@ def _model(shape: Shape, weights: _Weights) -> ModelProto:
     )
 
 
+def _padding(graph: _Graph) -> str:
+    """What is added to attention scores, (batch, 1, 1, sequence): 0, or the least float."""
+    real = "attention_mask"
+    for axis in (1, 2):
+        real = graph.op("Unsqueeze", real, graph.weights.constant(np.array([axis])))
+    real = graph.op("Cast", real, to=TensorProto.FLOAT)
+    return graph.op(
+        "Mul",
+        graph.op("Sub", graph.number(1.0), real),
+        graph.number(float(np.finfo(np.float32).min)),
+    )
+
+
 def _embeddings(graph: _Graph) -> str:
     """Word, position and type rows; positions count real tokens from 2, padding stays on 1."""
     shape, weights = graph.shape, graph.weights
@@ -180,7 +197,7 @@ def _embeddings(graph: _Graph) -> str:
     return graph.layer_norm("embeddings.LayerNorm", summed)
 
 
-def _layer(graph: _Graph, name: str, states: str, real: str) -> str:
+def _layer(graph: _Graph, name: str, states: str, padding: str) -> str:
     shape, constant = graph.shape, graph.weights.constant
     hidden, heads = shape.hidden, shape.attention_heads
 
@@ -191,8 +208,8 @@ def _layer(graph: _Graph, name: str, states: str, real: str) -> str:
 
     query, value = split("query", [0, 2, 1, 3]), split("value", [0, 2, 1, 3])
     scores = graph.op("MatMul", query, split("key", [0, 2, 3, 1]))
-    scaled = graph.op("Mul", scores, graph.number((hidden // heads) ** -0.5))
-    masked = graph.op("Where", real, scaled, graph.number(float(np.finfo(np.float32).min)))
+    scaled = graph.op("Div", scores, graph.number((hidden // heads) ** 0.5))
+    masked = graph.op("Add", scaled, padding)
     mixed = graph.op("MatMul", graph.op("Softmax", masked, axis=-1), value)
     joined = graph.op(
         "Reshape",

@@ -76,7 +76,7 @@ def main() -> None:
     print(f"{result.outcome.value}: {result.reason}")
     for skipped in result.skipped:
         print(f"skipped {skipped.shape}: {skipped.reason}")
-    fit = fit_workspace(result.peaks)
+    fit = fit_workspace(result.peaks, conservative)
     if isinstance(fit, FitRefusal):
         sys.exit(fit.reason)
     print(f"{fit.coefficients}\n{fit.quality}\nconservative: {conservative}")

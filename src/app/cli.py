@@ -70,6 +70,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=_fetch)
 
+    command = commands.add_parser(
+        "prepare", help="fetch the model and build its 8-bit form, as the first start does"
+    )
+    command.set_defaults(run=_prepare)
+
     command = commands.add_parser("probe", help="measure what forward passes need, and print it")
     command.add_argument(
         "--plot",
@@ -90,7 +95,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(config: Config, _: argparse.Namespace) -> int:
-    return serve(config, build_container(config))
+    container = build_container(config)
+    return serve(container.config(), container)
 
 
 def _fetch(config: Config, parsed: argparse.Namespace) -> int:
@@ -101,6 +107,18 @@ def _fetch(config: Config, parsed: argparse.Namespace) -> int:
     print(f"{files.model_id} ({variant.value}) is complete and verified: {files.graph_path.parent}")
     if parsed.directory:
         print(f"serve it with: BGE_M3_MODEL_DIR={parsed.directory} bge-m3-server serve")
+    return 0
+
+
+def _prepare(config: Config, _: argparse.Namespace) -> int:
+    if config.model is ModelVariant.AUTO:
+        config = attrs.evolve(config, model=ModelVariant.W8)
+    container = build_container(config)
+    container.set_up_logging()
+    files = container.prepare()
+    print(
+        f"{files.model_id} ({files.precision}) is prepared and verified: {files.graph_path.parent}"
+    )
     return 0
 
 
@@ -120,7 +138,8 @@ def _probe(config: Config, parsed: argparse.Namespace) -> int:
     if measured.probe is None:
         print(f"nothing was measured: {measured.reason}", file=sys.stderr)
         return EXIT_FAILURE
-    fit = fit_workspace(measured.probe.peaks)
+    conservative = conservative_coefficients(model.backends[0].contract)
+    fit = fit_workspace(measured.probe.peaks, conservative)
     print(
         probe_report(
             measured.probe, fit, measured.cost_model, model.info.max_tokens, config.max_batch
@@ -133,7 +152,7 @@ def _probe(config: Config, parsed: argparse.Namespace) -> int:
             parsed.plot,
             measured.probe.peaks,
             fit.coefficients,
-            conservative=conservative_coefficients(model.backends[0].contract),
+            conservative=conservative,
         )
         print(f"drawn: {parsed.plot}")
     return 0

@@ -29,8 +29,13 @@ WITHOUT_EFFECT_YET = {
 
 
 class ModelVariant(enum.Enum):
-    """What `BGE_M3_MODEL` may name."""
+    """What `BGE_M3_MODEL` may name.
 
+    W8 is prepared from FP32; AUTO is the fastest that is as good as FP32.
+    """
+
+    AUTO = "auto"
+    W8 = "w8"
     FP32 = "fp32"
     FP16 = "fp16"
     INT8 = "int8"
@@ -38,8 +43,10 @@ class ModelVariant(enum.Enum):
 
 
 class ExecutionProvider(enum.Enum):
-    """What `BGE_M3_EP` may name."""
+    """What `BGE_M3_EP` may name: ONNX Runtime's providers, OpenVINO, or AUTO for the fastest."""
 
+    AUTO = "auto"
+    OPENVINO = "openvino"
     CPU = "cpu"
     CUDA = "cuda"
     TENSORRT = "tensorrt"
@@ -69,12 +76,13 @@ class Config:
     """Everything an operator can set. See README for what each variable does."""
 
     cache_dir: Path
-    model: ModelVariant | None
+    model: ModelVariant
     model_dir: Path | None
     execution_provider: ExecutionProvider
+    execution_provider_reason: str
     host: str
     port: int
-    workers: int
+    workers: int | None
     intra_threads: int | None
     max_batch: int
     max_seq_length: int
@@ -110,10 +118,12 @@ class Config:
 
     @property
     def hub_variant(self) -> ModelVariant:
-        """The variant to fetch: fp16 is slow on CPUs and Core ML, and right on GPUs."""
-        return self.model or (
-            ModelVariant.FP16 if self.execution_provider.is_gpu else ModelVariant.FP32
-        )
+        """The variant to fetch: fp16 for NVIDIA; elsewhere fp32, from which `w8` is prepared."""
+        if self.model is ModelVariant.AUTO and self.execution_provider.is_gpu:
+            return ModelVariant.FP16
+        if self.model in {ModelVariant.AUTO, ModelVariant.W8}:
+            return ModelVariant.FP32
+        return self.model
 
 
 def load_config(environment: Mapping[str, str], platform: str) -> Config:
@@ -129,20 +139,23 @@ def load_config(environment: Mapping[str, str], platform: str) -> Config:
     read = EnvironmentReader(environment)
     provider = read.choice(
         "BGE_M3_EP",
-        ExecutionProvider.COREML if platform == "darwin" else ExecutionProvider.CPU,
+        ExecutionProvider.COREML if platform == "darwin" else ExecutionProvider.AUTO,
         {provider.value: provider for provider in ExecutionProvider},
     )
     host, port = read.parsed("BGE_M3_BIND", ("0.0.0.0", 8081), _parse_bind)  # noqa: S104  a server
     config = Config(
         cache_dir=Path(read.text("BGE_M3_CACHE_DIR", "/cache")).expanduser(),
         model=read.choice(
-            "BGE_M3_MODEL", None, {variant.value: variant for variant in ModelVariant}
+            "BGE_M3_MODEL",
+            ModelVariant.AUTO,
+            {variant.value: variant for variant in ModelVariant},
         ),
         model_dir=read.parsed("BGE_M3_MODEL_DIR", None, _parse_directory),
         execution_provider=provider,
+        execution_provider_reason="BGE_M3_EP, or the default of this system",
         host=host,
         port=port,
-        workers=read.count("BGE_M3_WORKERS", 2),
+        workers=read.count("BGE_M3_WORKERS", None),
         intra_threads=read.count("BGE_M3_INTRA_THREADS", None),
         max_batch=read.count("BGE_M3_MAX_BATCH", 256),
         max_seq_length=_max_seq_length(read),

@@ -14,7 +14,7 @@ import attrs
 
 from ..domain.budget import require_fits
 from ..domain.cost_model import CostModel
-from ..domain.embedder import require_heads
+from ..domain.embedder import distinct, require_heads
 from ..domain.errors import (
     NotReadyError,
     NoWorkersError,
@@ -223,15 +223,17 @@ class Engine:
             started = self._clock()
             tokenized = await self._tokenize(texts, model)
         tokenize_seconds = self._clock() - started
+        places, texts_once = distinct(tokenized)
         pool = self._pool.status()
-        needed_tokens = sum(map(len, tokenized))
+        needed_tokens = sum(map(len, texts_once))
         self._admission.require_tokens(needed_tokens, pool.waiting_tokens, pool.tokens_per_second)
         if tuning := self._supervisor.tuning:
             require_room([len(text) for text in tokenized], tuning)
-        job = Job(tokenized, heads, self._clock())
+        first_inputs = [places.index(place) for place in range(len(texts_once))]
+        job = Job(texts_once, heads, self._clock(), inputs=first_inputs)
         await self._run(job, deadline)
         return JobResult(
-            embeddings=[job.results[index] for index in range(len(tokenized))],
+            embeddings=[job.results[place] for place in places],
             report=job.report(tokenize_seconds),
         )
 

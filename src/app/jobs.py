@@ -20,13 +20,15 @@ MAX_FAILURES = 2
 class Job:
     """One request: chunks leave results here, the last one completes `done`.
 
-    Only the pool changes it, under its lock.
+    `texts`: each different text once. `inputs`: the place in the request where each comes first;
+    their own if left out. Only the pool changes a job, under its lock.
     """
 
     texts: Sequence[TokenizedText]
     heads: Heads
     submitted_at: float
     is_canary: bool = False
+    inputs: Sequence[int] | None = None
     context: contextvars.Context = attrs.field(factory=contextvars.copy_context)
     done: Future[None] = attrs.field(factory=Future)
     results: dict[int, Embedding] = attrs.field(factory=dict)
@@ -39,6 +41,10 @@ class Job:
     def is_over(self) -> bool:
         """Answered, failed, or abandoned by its client."""
         return self.done.done()
+
+    def input_of(self, index: int) -> int:
+        """Where the client has text `index`."""
+        return index if self.inputs is None else self.inputs[index]
 
     def fail(self, error: BgeM3Error) -> None:
         """Answer with `error`, unless the job is over."""
@@ -127,6 +133,7 @@ def after_failure(task: Task, *, is_out_of_memory: bool) -> tuple[Task, ...]:
 
 def blame(task: Task, error: Exception) -> InferenceError:
     """The error of the one text that `task` consists of, without internals of the engine."""
-    ((_, index),) = task.rows
+    ((job, own_index),) = task.rows
+    index = job.input_of(own_index)
     known = error if isinstance(error, BgeM3Error) else f"unexpected {type(error).__name__}"
     return InferenceError(f"input[{index}]: the engine failed: {known}", index=index)

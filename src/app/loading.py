@@ -6,6 +6,7 @@ from collections.abc import Callable
 import attrs
 
 from ..domain.cost_model import CostModel
+from ..domain.padding import GPU_PADDING, PaddingRule
 from ..domain.ports import InferenceBackend, Tokenizer
 from ..domain.self_test import self_test
 from .service import ModelInfo, Tuning
@@ -15,6 +16,7 @@ from .service import ModelInfo, Tuning
 class LoadedModel:
     """Everything the pool needs to serve: worker i uses backend i modulo their number.
 
+    `padding`: which lengths may share a chunk.
     `is_verified_bge_m3`: the files are the published ones, so their golden numbers must come out.
     """
 
@@ -23,6 +25,7 @@ class LoadedModel:
     backends: tuple[InferenceBackend, ...]
     cost_model: CostModel
     tuning: Tuning
+    padding: PaddingRule = GPU_PADDING
     is_verified_bge_m3: bool = False
 
 

@@ -1,7 +1,8 @@
 """What each forward pass really needed, told by the process's peak memory.
 
 The peak belongs to the whole process, so a reading counts only when no other pass ran meanwhile.
-Nothing ever waits for that: the pass that shares its time simply has no reading.
+A pass that shares its time simply has no reading. Nothing waits for one, except for the few short
+passes of a probe that found no undisturbed moment.
 """
 
 import contextlib
@@ -21,6 +22,10 @@ from ..domain.types import (
 )
 
 WARM_UP_TOKENS = 8
+
+ALONE_WAIT_SECONDS = 10.0
+"""So long may what is running take to end before a probe gives up being alone; nothing else begins
+meanwhile."""
 
 _BOS_ID, _EOS_ID, _UNKNOWN_ID = 0, 2, 3
 
@@ -47,14 +52,16 @@ class PassMeter:
     """Watches all forward passes of the process; safe to share between threads."""
 
     memory: PeakMemory
-    _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
+    _changed: threading.Condition = attrs.field(factory=threading.Condition, init=False)
+    _only: int | None = attrs.field(default=None, init=False)
     _running: int = attrs.field(default=0, init=False)
     _started: int = attrs.field(default=0, init=False)
 
     @contextlib.contextmanager
     def forward_pass(self) -> Iterator[Reading]:
         """Around one pass; the reading is complete afterwards, also when the pass failed."""
-        with self._lock:
+        with self._changed:
+            self._changed.wait_for(lambda: self._only in {None, threading.get_ident()})
             was_idle = self._running == 0
             self._running += 1
             self._started += 1
@@ -65,11 +72,32 @@ class PassMeter:
         try:
             yield reading
         finally:
-            with self._lock:
+            with self._changed:
                 self._running -= 1
+                self._changed.notify_all()
                 if was_idle and self._started == number:
                     reading.peak_bytes = self.memory.peak_bytes()
                     reading.file_bytes_after = self.memory.resident().file_bytes
+
+    @contextlib.contextmanager
+    def alone(self, wait_seconds: float = ALONE_WAIT_SECONDS) -> Iterator[bool]:
+        """Let only this thread begin passes; False if others still run after `wait_seconds`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._only is None)
+            self._only = threading.get_ident()
+            is_alone = self._changed.wait_for(lambda: self._running == 0, wait_seconds)
+            if not is_alone:
+                self._release()
+        try:
+            yield is_alone
+        finally:
+            with self._changed:
+                if is_alone:
+                    self._release()
+
+    def _release(self) -> None:
+        self._only = None
+        self._changed.notify_all()
 
 
 Observe = Callable[[int, int, int], None]
@@ -139,6 +167,10 @@ class ProbeMeter:
         self._run(1, WARM_UP_TOKENS)
         self.trim()
         self._loaded = self.meter.memory.resident()
+
+    def alone(self) -> contextlib.AbstractContextManager[bool]:
+        """Hold other work back; False if what was running did not end soon enough."""
+        return self.meter.alone()
 
     def resident_bytes(self) -> int:
         """What is resident now."""

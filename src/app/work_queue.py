@@ -6,6 +6,7 @@ import attrs
 
 from ..domain.cost_model import CostModel
 from ..domain.errors import BgeM3Error, NonFiniteOutputError, OutOfMemoryError
+from ..domain.padding import GPU_PADDING, PaddingRule
 from ..domain.ports import Clock
 from ..domain.scheduling import Scheduler
 from ..domain.types import Embedding
@@ -29,6 +30,7 @@ class WorkQueue:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._cost_model = CostModel.conservative()
+        self._padding = GPU_PADDING
         self._halvings = 0
         self._retries: list[tuple[Task, int]] = []
         self._jobs: dict[int, Job] = {}
@@ -51,6 +53,10 @@ class WorkQueue:
     def set_cost_model(self, cost_model: CostModel) -> None:
         """From the next chunk on, this decides what fits; earlier out-of-memory is forgotten."""
         self._cost_model, self._halvings = cost_model, 0
+
+    def set_padding(self, padding: PaddingRule) -> None:
+        """From the next chunk on, this decides which lengths share one."""
+        self._padding = padding
 
     def trust_again(self) -> None:
         """A new model is not to blame for what the old one did."""
@@ -110,7 +116,8 @@ class WorkQueue:
             if isinstance(outcome, Embedding):
                 job.results[index] = outcome
             else:
-                job.fail(NonFiniteOutputError(f"input[{index}]: {outcome}", index=index))
+                place = job.input_of(index)
+                job.fail(NonFiniteOutputError(f"input[{place}]: {outcome}", index=place))
         for job in task.jobs:
             job.finish_if_complete()
 
@@ -140,7 +147,7 @@ class WorkQueue:
             ceiling_bytes = cost_model.max_workspace_bytes >> self._halvings
             cost_model = attrs.evolve(cost_model, max_workspace_bytes=ceiling_bytes)
         limit = self.pace.position_limit(self.scheduler.waiting_tokens, free_workers)
-        chunk = self.scheduler.take(cost_model, limit, self.pace.top_up_positions())
+        chunk = self.scheduler.take(cost_model, limit, self.pace.top_up_positions(), self._padding)
         if chunk is None:
             return None
         rows = tuple((self._jobs[text.request], text.index) for text in chunk.texts)

@@ -46,6 +46,7 @@ class WorkerPool:
         """Let the workers run on `model`; start those that are missing."""
         with self._changed:
             self._model = model
+            self._queue.set_padding(model.padding)
             self._queue.trust_again()
             self._start_missing()
             self._changed.notify_all()

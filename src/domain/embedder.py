@@ -9,6 +9,7 @@ import numpy as np
 from .binpack import bin_pack
 from .cost_model import CostModel
 from .errors import HeadUnavailableError, InferenceError, InvalidInputError, NonFiniteOutputError
+from .padding import ANY_PADDING, PaddingRule
 from .pooling import l2_normalise, pool_colbert, pool_sparse, sparse_token_weights
 from .ports import InferenceBackend, Telemetry, Tokenizer
 from .types import (
@@ -55,6 +56,7 @@ class Embedder:
     backend: InferenceBackend
     cost_model: CostModel
     telemetry: Telemetry = attrs.field(factory=NoTelemetry)
+    padding: PaddingRule = ANY_PADDING
 
     def embed(self, texts: Sequence[str], heads: Heads = Heads.DENSE) -> list[Embedding]:
         """Embed `texts`; one result per text, in order.
@@ -65,17 +67,35 @@ class Embedder:
             InferenceError: the engine failed.
         """
         require_heads(self.backend.contract, heads)
-        tokenized = self.tokenizer.encode(texts)
+        every = self.tokenizer.encode(texts)
+        places, tokenized = distinct(every)
         results: dict[int, Embedding] = {}
-        for chunk in bin_pack([len(text) for text in tokenized], self.cost_model):
+        for chunk in bin_pack([len(text) for text in tokenized], self.cost_model, self.padding):
             rows = [tokenized[index] for index in chunk.indices]
             estimate = self.cost_model.chunk_cost_bytes(len(chunk), chunk.max_tokens)
             outcomes = embed_chunk(rows, heads, self.backend, self.telemetry, estimate)
             for index, outcome in zip(chunk.indices, outcomes, strict=True):
                 if isinstance(outcome, NonFiniteOutputError):
-                    raise NonFiniteOutputError(f"input[{index}]: {outcome}", index=index)
+                    first = places.index(index)
+                    raise NonFiniteOutputError(f"input[{first}]: {outcome}", index=first)
                 results[index] = outcome
-        return [results[index] for index in range(len(texts))]
+        return [results[place] for place in places]
+
+
+def distinct(
+    texts: Sequence[TokenizedText],
+) -> tuple[list[int], list[TokenizedText]]:
+    """Each different text once, and for every text the place of its like among them."""
+    seen: dict[tuple[bytes, bool], int] = {}
+    places: list[int] = []
+    kept: list[TokenizedText] = []
+    for text in texts:
+        key = (text.ids.tobytes(), text.truncated)
+        if key not in seen:
+            seen[key] = len(kept)
+            kept.append(text)
+        places.append(seen[key])
+    return places, kept
 
 
 def require_heads(contract: ModelContract, heads: Heads) -> None:

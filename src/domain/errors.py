@@ -8,6 +8,8 @@
     │   ├── CorruptFileError          a model file is truncated or its hash differs
     │   ├── UnsafeWeightsError        a weights file holds something other than plain tensors
     │   ├── ContractError             the graph fits no known layout
+    │   ├── PreparationError          its faster form cannot be built, or strays too far from it
+    │   ├── EngineError               the engine cannot run the model on this machine
     │   ├── ProviderError             an execution provider that was asked for is not there
     │   └── SelfTestError             the loaded model does not return what it must
     ├── InvalidInputError             the caller's input breaks a stated rule
@@ -57,6 +59,14 @@ class UnsafeWeightsError(ModelError):
 
 class ContractError(ModelError):
     """The graph fits no known layout, or contradicts the files beside it."""
+
+
+class PreparationError(ModelError):
+    """The model's faster form cannot be built, or strays too far from the model."""
+
+
+class EngineError(ModelError):
+    """The engine cannot run the model on this machine; another one may."""
 
 
 class ProviderError(ModelError):

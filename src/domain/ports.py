@@ -92,6 +92,10 @@ class WorkspaceMeter(Protocol):
         """What is resident now."""
         ...
 
+    def alone(self) -> AbstractContextManager[bool]:
+        """Hold other work back; False if what was running did not end soon enough."""
+        ...
+
     def peak_bytes(self, batch: int, tokens: int) -> int | None:
         """Peak above the loaded model of one pass; None if other work ran meanwhile.
 

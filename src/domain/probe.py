@@ -25,6 +25,14 @@ PROBE_SHAPES: tuple[Shape, ...] = (
 )
 """Short and long texts, alone and together: both terms of the cost model dominate somewhere."""
 
+SHORT_TEXT_TOKENS = 1024
+SHORT_TEXT_POSITIONS = 4096
+"""Tokens of the largest pass where no text is as long as `SHORT_TEXT_TOKENS`: in small passes, what
+the allocator keeps outweighs what the model needs."""
+
+LEAST_TRIES = 2
+"""For passes that take longer than patience lasts."""
+
 GROWTH_MARGIN = 1.1
 """On top of the growth bound: the peaks it starts from scatter."""
 
@@ -37,6 +45,10 @@ class ProbeLimits:
     `workspace_bytes`: the most that any forward pass will be allowed: no use measuring above.
     `shape_seconds`: of one forward pass. `total_seconds`: of the whole probe.
     `retry_seconds`: pause after a measurement that other work disturbed.
+    `patience_seconds`: how long to hope for an undisturbed moment for one shape.
+    `alone_seconds`: of a pass for which other work may be held back once patience is over.
+    `repeats`: measurements of a shape, the largest of which counts; fewer where they would take
+    longer than `repeat_seconds`.
     """
 
     memory_bytes: int | None
@@ -44,6 +56,10 @@ class ProbeLimits:
     shape_seconds: float = 60.0
     total_seconds: float = 300.0
     retry_seconds: float = 1.0
+    patience_seconds: float = 10.0
+    alone_seconds: float = 4.0
+    repeats: int = 3
+    repeat_seconds: float = 1.0
 
 
 class ProbeOutcome(enum.Enum):
@@ -53,6 +69,9 @@ class ProbeOutcome(enum.Enum):
     CANCELLED = "cancelled"
     TIMED_OUT = "timed_out"
     ENGINE_FAILED = "engine_failed"
+
+
+BUSY_REASON = "other work ran all the time"
 
 
 @attrs.frozen
@@ -72,12 +91,24 @@ class ProbeResult:
     outcome: ProbeOutcome
     reason: str
 
+    @property
+    def was_disturbed(self) -> bool:
+        """Whether a quieter machine would have shown more."""
+        return self.outcome is ProbeOutcome.TIMED_OUT or any(
+            skipped.reason == BUSY_REASON for skipped in self.skipped
+        )
+
 
 def probe_shapes(max_tokens: int, conservative: Coefficients) -> tuple[Shape, ...]:
-    """Shapes of texts up to `max_tokens`, the longest one among them, cheapest first."""
+    """Shapes of texts up to `max_tokens`, the longest one among them, cheapest first.
+
+    Where no text is long, many of the longest together stand in for it.
+    """
     shapes = [shape for shape in PROBE_SHAPES if shape[1] <= max_tokens]
     if all(tokens != max_tokens for _, tokens in shapes):
         shapes.append((1, max_tokens))
+    if max_tokens < SHORT_TEXT_TOKENS:
+        shapes.append((SHORT_TEXT_POSITIONS // max_tokens, max_tokens))
     return tuple(sorted(shapes, key=lambda shape: conservative.cost_bytes(*shape)))
 
 
@@ -110,6 +141,7 @@ class Probe:
 
     _peaks: list[ShapePeak] = attrs.field(factory=list, init=False)
     _skipped: list[SkippedShape] = attrs.field(factory=list, init=False)
+    _is_busy: bool = attrs.field(default=False, init=False)
 
     def run(self) -> ProbeResult:
         """Measure until done, cancelled or out of time; an engine that fails ends the probe."""
@@ -122,9 +154,11 @@ class Probe:
                     return self._result(*stop)
         except InferenceError as error:
             return self._result(ProbeOutcome.ENGINE_FAILED, str(error))
-        return self._result(
-            ProbeOutcome.COMPLETE, f"{len(self._peaks)} of {len(self.shapes)} shapes were measured"
-        )
+        reason = f"{len(self._peaks)} of {len(self.shapes)} shapes were measured"
+        if self._skipped:
+            batch, tokens = self._skipped[0].shape
+            reason += f"; {batch}x{tokens}: {self._skipped[0].reason}"
+        return self._result(ProbeOutcome.COMPLETE, reason)
 
     def _probe(self, shape: Shape, deadline: float) -> tuple[ProbeOutcome, str] | None:
         """Measure or skip one shape; the result says that the probe is over."""
@@ -132,21 +166,61 @@ class Probe:
         if too_large:
             self._skipped.append(SkippedShape(shape, too_large))
             return None
-        batch, tokens = shape
-        while True:
-            if self.cancelled():
-                return ProbeOutcome.CANCELLED, f"cancelled before {batch}x{tokens}"
+        began, seconds, tries = self.clock(), self._seconds(shape), 0
+        readings: list[ShapePeak] = []
+        while not readings and self._is_patient(tries, began):
+            if tries:
+                self.pause(self.limits.retry_seconds)
+            stop = self._must_stop(shape, seconds, deadline)
+            if stop is not None:
+                return stop
             started = self.clock()
-            if started + self._seconds(shape) > deadline:
-                return ProbeOutcome.TIMED_OUT, (
-                    f"{batch}x{tokens} would not end within the "
-                    f"{self.limits.total_seconds:.0f} s of the whole probe"
-                )
-            peak_bytes = self.meter.peak_bytes(batch, tokens)
-            if peak_bytes is not None:
-                self._peaks.append(ShapePeak(batch, tokens, peak_bytes, self.clock() - started))
-                return None
-            self.pause(self.limits.retry_seconds)
+            readings = self._readings(shape)
+            seconds = self.clock() - started
+            tries += 1
+        self._is_busy = not readings
+        if self._is_busy and seconds <= self.limits.alone_seconds:
+            with self.meter.alone() as is_alone:
+                readings = self._readings(shape) if is_alone else []
+        if readings:
+            self._peaks.append(max(readings, key=lambda reading: reading.peak_bytes))
+        else:
+            self._skipped.append(SkippedShape(shape, BUSY_REASON))
+        return None
+
+    def _is_patient(self, tries: int, began: float) -> bool:
+        if self._is_busy:  # one try tells whether that has changed, and how long a pass takes
+            return tries < 1
+        return tries < LEAST_TRIES or self.clock() - began < self.limits.patience_seconds
+
+    def _must_stop(
+        self, shape: Shape, seconds: float, deadline: float
+    ) -> tuple[ProbeOutcome, str] | None:
+        """Why a pass that may take `seconds` must not begin any more."""
+        batch, tokens = shape
+        if self.cancelled():
+            return ProbeOutcome.CANCELLED, f"cancelled by shutdown before {batch}x{tokens}"
+        if self.clock() + seconds > deadline:
+            return ProbeOutcome.TIMED_OUT, (
+                f"{batch}x{tokens} would not end within the "
+                f"{self.limits.total_seconds:.0f} s of the whole probe"
+            )
+        return None
+
+    def _readings(self, shape: Shape) -> list[ShapePeak]:
+        """One measurement, and more of them if they are cheap; none if other work ran."""
+        limits, began = self.limits, self.clock()
+        readings: list[ShapePeak] = []
+        while len(readings) < limits.repeats:
+            started = self.clock()
+            peak_bytes = self.meter.peak_bytes(*shape)
+            ended = self.clock()
+            if peak_bytes is None:
+                break
+            readings.append(ShapePeak(*shape, peak_bytes, ended - started))
+            if ended - began + readings[-1].seconds > limits.repeat_seconds:
+                break
+        return readings
 
     def _too_large(self, shape: Shape) -> str | None:
         """Why a shape must not run; None if it may."""

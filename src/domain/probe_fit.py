@@ -2,7 +2,9 @@
 
 The peak workspace of a (batch, tokens) forward pass is y = a · x1 + b · x2 with x1 = batch·tokens
 (activations) and x2 = batch·tokens² (attention scores): least squares without an intercept, on
-x1 and x2 scaled to 1, because x2 is four orders of magnitude larger than x1.
+x1 and x2 scaled to 1, because x2 is four orders of magnitude larger than x1. Neither coefficient
+can be negative. Where b would be, a is fitted alone; where a would be, it is none: b is then a
+little too high, which is the safe side.
 """
 
 from collections.abc import Sequence
@@ -17,11 +19,17 @@ from .cost_model import CostModel
 A_RANGE = (4096.0, 262_144.0)
 """Bytes per token that a BERT may need: one float32 row of 1024 up to sixty-four."""
 
-B_RANGE = (0.01, 50_000.0)
-"""Bytes per token pair that attention may need: next to none when fused, up to 12 500 floats."""
+B_RANGE = (0.0, 50_000.0)
+"""Bytes per token pair that attention may need: none when fused, up to 12 500 floats."""
+
+SCATTER = 0.05
+"""Repeated measurements of one shape differ by so much of the peak."""
 
 UNSEEN_SHAPE_MARGIN = 1.10
-"""What shapes that were not probed get on top: the measured ones scatter by up to 5 %."""
+"""What shapes that were not probed get on top, for the scatter of both."""
+
+TELLING_TOKENS = 512
+"""Texts shorter than this need next to nothing for attention, so that they do not tell b."""
 
 _Column = NDArray[np.float64]
 
@@ -93,8 +101,15 @@ class FitRefusal:
     reason: str
 
 
-def fit_workspace(peaks: Sequence[ShapePeak]) -> Fit | FitRefusal:
-    """Least squares, clamped to what a BERT can need, raised until it covers every peak."""
+def fit_workspace(
+    peaks: Sequence[ShapePeak], conservative: Coefficients | None = None
+) -> Fit | FitRefusal:
+    """Least squares, clamped to what a BERT can need, raised until it covers every peak.
+
+    The quadratic term is at least what the scatter of the longest texts can hide: texts that are
+    longer still may be limited by it. Where only texts shorter than `TELLING_TOKENS` were measured,
+    it is at least that of `conservative`.
+    """
     solved = least_squares(peaks)
     if isinstance(solved, FitRefusal):
         return solved
@@ -103,11 +118,21 @@ def fit_workspace(peaks: Sequence[ShapePeak]) -> Fit | FitRefusal:
     )
     x1, x2, measured = _columns(peaks)
     estimated = _estimate(clamped, x1, x2)
-    covering = _covering(clamped, peaks).scaled(UNSEEN_SHAPE_MARGIN)
+    r_squared = _r_squared(measured, estimated)
+    if r_squared < 0:
+        return FitRefusal(
+            f"the peaks do not grow with the tokens (R² = {r_squared:.2f}): something else used "
+            "memory meanwhile"
+        )
+    least_b = _hidden_quadratic(clamped, peaks)
+    if conservative and all(peak.tokens < TELLING_TOKENS for peak in peaks):
+        least_b = max(least_b, conservative.b_bytes_per_token_sq)
+    least = Coefficients(clamped.a_bytes_per_token, least_b)
+    covering = _covering(least, peaks).scaled(UNSEEN_SHAPE_MARGIN)
     return Fit(
         covering,
         FitQuality(
-            r_squared=_r_squared(measured, estimated),
+            r_squared=r_squared,
             worst_relative_error=_worst_relative_error(measured, estimated),
             margin=_worst_ratio(_estimate(covering, x1, x2), measured),
             points=len(peaks),
@@ -116,7 +141,7 @@ def fit_workspace(peaks: Sequence[ShapePeak]) -> Fit | FitRefusal:
 
 
 def least_squares(peaks: Sequence[ShapePeak]) -> Coefficients | FitRefusal:
-    """The two-by-two normal equations, with a negative linear term taken for none."""
+    """The two-by-two normal equations, under the condition that neither term is negative."""
     if len(peaks) < _LEAST_POINTS:
         return FitRefusal(f"{len(peaks)} shapes were measured; two coefficients need at least two")
     x1, x2, y = _columns(peaks)
@@ -132,7 +157,7 @@ def least_squares(peaks: Sequence[ShapePeak]) -> Coefficients | FitRefusal:
     a = float((g22 * y1 - g12 * y2) / determinant / x1_max)
     b = float((g11 * y2 - g12 * y1) / determinant / x2_max)
     if b < 0:
-        return FitRefusal(f"peaks that grow less than the tokens do (b = {b:.3g}) cannot be right")
+        return Coefficients(float(y1 / g11 / x1_max), 0.0)
     return Coefficients(max(a, 0.0), b)
 
 
@@ -160,6 +185,13 @@ def _covering(least: Coefficients, peaks: Sequence[ShapePeak]) -> Coefficients:
     return min(
         candidates, key=lambda candidate: _worst_ratio(_estimate(candidate, x1, x2), measured)
     )
+
+
+def _hidden_quadratic(fitted: Coefficients, peaks: Sequence[ShapePeak]) -> float:
+    """The quadratic term of `fitted`, or what scatter can hide of it if that is more."""
+    longest = max(peaks, key=lambda peak: peak.tokens)
+    unseen = SCATTER * longest.peak_bytes / (longest.batch * longest.tokens**2)
+    return min(max(fitted.b_bytes_per_token_sq, unseen), B_RANGE[1])
 
 
 def _columns(peaks: Sequence[ShapePeak]) -> tuple[_Column, _Column, _Column]:

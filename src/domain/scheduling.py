@@ -8,10 +8,10 @@ long one than is the long one's share, and the long one gets its share all the s
 thin, age steps in: every other chunk may be led by the request that has waited longest without
 being served.
 
-The leading text decides the chunk's length; texts of nearly the same length fill it up, whatever
-request they belong to. Texts that are not due yet, those of a long request beyond its share, only
-fill it up to an efficient size: short requests shall not wait for them. Nothing ever waits for a
-fuller chunk.
+The leading text decides the chunk's length; texts of the same or nearly the same length fill it
+up, whatever request they belong to. Texts that are not due yet, those of a long request beyond its
+share, only fill it up to an efficient size: short requests shall not wait for them. Nothing ever
+waits for a fuller chunk.
 """
 
 import heapq
@@ -23,6 +23,7 @@ from collections.abc import Collection, Hashable, Sequence
 import attrs
 
 from .cost_model import CostModel
+from .padding import GPU_PADDING, PaddingRule
 from .ports import Clock
 
 AGING_SECONDS = 2.0
@@ -30,11 +31,6 @@ AGING_SECONDS = 2.0
 
 EFFICIENT_POSITIONS = 512
 """Rows × tokens that keep a processor busy; beyond them, time grows in proportion."""
-
-_STRETCH = 1.25
-_STRETCH_TOKENS = 16
-"""Texts share a chunk when the longest is at most 1.25 × the shortest + 16 tokens: a fifth of
-padding at most for long texts, and short ones cost little more than the pass itself."""
 
 _FIRST_OF_ALL = -1.0
 """Start tag of urgent texts; no other is negative."""
@@ -76,6 +72,17 @@ class _Draft:
     chosen: dict[int, None]
     shortest: int
     longest: int
+
+
+@attrs.frozen
+class _Rule:
+    """What may share a chunk."""
+
+    cost_model: CostModel
+    padding: PaddingRule
+
+    def allows(self, count: int, shortest: int, longest: int) -> bool:
+        return self.padding.allows(shortest, longest) and self.cost_model.fits(count, longest)
 
 
 @attrs.define(eq=False)
@@ -180,6 +187,7 @@ class Scheduler:
         cost_model: CostModel,
         max_positions: int | None = None,
         top_up_positions: int = EFFICIENT_POSITIONS,
+        padding: PaddingRule = GPU_PADDING,
     ) -> ScheduledChunk | None:
         """Remove and return the next chunk; None only if nothing waits.
 
@@ -190,6 +198,7 @@ class Scheduler:
             max_positions: limit of rows × padded length, which bounds the chunk's time.
             top_up_positions: limit up to which texts that are not due may fill the chunk while
                 other requests wait.
+            padding: decides which lengths may share the chunk.
         """
         self.expire()
         self._let_fall_due()
@@ -197,7 +206,8 @@ class Scheduler:
         if lead is None:
             return None
         limit = math.inf if max_positions is None else max_positions
-        chosen = self._fill(lead, cost_model, limit, min(limit, top_up_positions))
+        rule = _Rule(cost_model, padding)
+        chosen = self._fill(lead, rule, limit, min(limit, top_up_positions))
         now, sharers = self._clock(), len(self._requests)
         texts = []
         for sequence in chosen:
@@ -227,9 +237,7 @@ class Scheduler:
             if owner := self._owners.get(sequence):
                 insort(self._due[owner.group], (owner.waiting[sequence].tokens, sequence))
 
-    def _fill(
-        self, lead: int, cost_model: CostModel, limit: float, top_up_limit: float
-    ) -> Collection[int]:
+    def _fill(self, lead: int, rule: "_Rule", limit: float, top_up_limit: float) -> Collection[int]:
         """The lead and its neighbours in length, nearest first, while they fit."""
         owner = self._owners[lead]
         tokens = owner.waiting[lead].tokens
@@ -237,10 +245,10 @@ class Scheduler:
         due, everything = self._due[owner.group], self._all[owner.group]
         is_due = _place(due, tokens, lead) is not None  # else nothing is, or age made it lead
         if not is_due or len(self._requests) == 1:
-            _extend(draft, everything, cost_model, limit)
+            _extend(draft, everything, rule, limit)
         else:
-            _extend(draft, due, cost_model, limit)
-            _extend(draft, everything, cost_model, top_up_limit)
+            _extend(draft, due, rule, limit)
+            _extend(draft, everything, rule, top_up_limit)
         return draft.chosen
 
     def _remove(self, sequence: int) -> QueuedText:
@@ -272,9 +280,7 @@ def _place(by_length: _ByLength, tokens: int, sequence: int) -> int | None:
     return place if is_there else None
 
 
-def _extend(
-    draft: _Draft, by_length: _ByLength, cost_model: CostModel, max_positions: float
-) -> None:
+def _extend(draft: _Draft, by_length: _ByLength, rule: _Rule, max_positions: float) -> None:
     """Add the nearest in length until one does not fit."""
     right = bisect_left(by_length, (draft.lead_tokens, 0))
     left = right - 1
@@ -292,11 +298,7 @@ def _extend(
             continue
         shortest, longest = min(draft.shortest, tokens), max(draft.longest, tokens)
         count = len(draft.chosen) + 1
-        if (
-            longest > shortest * _STRETCH + _STRETCH_TOKENS
-            or count * longest > max_positions
-            or not cost_model.fits(count, longest)
-        ):
+        if count * longest > max_positions or not rule.allows(count, shortest, longest):
             return
         draft.chosen[sequence] = None
         draft.shortest, draft.longest = shortest, longest

@@ -145,6 +145,16 @@ class GraphLayout(enum.Enum):
     READY_HEADS = "dense_vecs / sparse_weights / colbert_vecs"
 
 
+class Attention(enum.Enum):
+    """How much memory a graph's attention takes."""
+
+    MATERIALISED = "materialised"
+    """A score for each pair of tokens: memory grows with the square of the length."""
+
+    BLOCKWISE = "blockwise"
+    """Block by block where no text is padded: memory grows with the length."""
+
+
 @attrs.frozen
 class ModelContract:
     """What a loaded graph promises, read from the graph itself.
@@ -154,6 +164,7 @@ class ModelContract:
     `hidden_size`: width of the dense vector.
     `max_tokens`: longest text the position table allows, special tokens included; None if unknown.
     `attention_heads`: heads per layer (sizes the attention workspace); None if unknown.
+    `attention`: how that workspace grows.
     """
 
     layout: GraphLayout
@@ -163,6 +174,7 @@ class ModelContract:
     max_tokens: int | None = None
     precision: str = "fp32"
     attention_heads: int | None = None
+    attention: Attention = Attention.MATERIALISED
 
     @property
     def heads(self) -> Heads:

@@ -11,8 +11,14 @@ ALL_HEADS = Heads.DENSE | Heads.SPARSE | Heads.COLBERT
 
 
 def load_directory(directory: Path, **variables: str) -> LoadedModel:
-    """What `bge-m3-server serve` would load from `directory`."""
-    environment = {"BGE_M3_MODEL_DIR": str(directory), "BGE_M3_INTRA_THREADS": "2", **variables}
+    """What `bge-m3-server serve` would load from `directory`: as it is, on ONNX Runtime's CPU."""
+    environment = {
+        "BGE_M3_MODEL_DIR": str(directory),
+        "BGE_M3_MODEL": "fp32",
+        "BGE_M3_EP": "cpu",
+        "BGE_M3_INTRA_THREADS": "2",
+        **variables,
+    }
     config = load_config(environment, "linux")
     container = build_container(config)
     return container.load_model()

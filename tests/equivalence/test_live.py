@@ -84,6 +84,14 @@ def test_a_smaller_limit_cuts_where_flagembedding_cuts(reference_dir):
     assert any(embedding.truncated for embedding in embeddings)
 
 
+def test_openvino_has_the_same_numbers_in_fp32(reference_dir, name):
+    """The other engine computes the same model."""
+    numbers = sample(reference(reference_dir, name))
+    embedder = embedder_of(load_directory(reference_dir / name, BGE_M3_EP="openvino"))
+
+    assert_same(embed_all(embedder, numbers.texts), numbers, range(len(numbers)))
+
+
 @pytest.mark.parametrize("precision", [name for name in PRECISIONS if name != "fp32"])
 def test_lower_precisions_stay_above_their_floors(reference_dir, name, precision):
     """fp16 and int8 agree with fp32 FlagEmbedding as well as docs/parity.md says."""
@@ -103,7 +111,8 @@ def test_over_http_the_numbers_are_the_same(reference_dir, suffix):
     """A real server and the OpenAI SDK give FlagEmbedding's dense and sparse numbers."""
     numbers = reference(reference_dir, "tiny")
     places = [place for place, text in enumerate(numbers.texts) if len(text) <= 32_768]
-    with running_server({"BGE_M3_MODEL_DIR": str(reference_dir / f"tiny{suffix}")}) as server:
+    settings = {"BGE_M3_MODEL_DIR": str(reference_dir / f"tiny{suffix}"), "BGE_M3_MODEL": "fp32"}
+    with running_server(settings) as server:
         sdk = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
         for first in range(0, len(places), 64):
             batch = places[first : first + 64]

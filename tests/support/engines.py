@@ -76,3 +76,8 @@ async def until(condition, timeout_seconds=10):
     async with asyncio.timeout(timeout_seconds):
         while not condition():  # noqa: ASYNC110  a thread tells nobody
             await asyncio.sleep(0.002)
+
+
+def numbered(count, tokens):
+    """Texts of so many tokens each, no two of them the same."""
+    return [f"{number} " + "word " * (tokens - 3) for number in range(count)]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 import httpx
@@ -64,15 +64,19 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def running_server(
-    environment: Mapping[str, str], *, wait_until_ready: bool = True
+    environment: Mapping[str, str],
+    *,
+    wait_until_ready: bool = True,
+    prefix: Sequence[str] = (),
 ) -> Iterator[ServerProcess]:
     """Start a server on a free port and stop it at the end.
 
     It measures nothing, so that no test shares the processor with a probe: tests of the probe set
-    `BGE_M3_DISABLE_AUTO_BUDGET` to nothing.
+    `BGE_M3_DISABLE_AUTO_BUDGET` to nothing. `prefix` is a command that runs the one
+    behind it.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "bge_m3_server.app.cli", "serve"],
+        [*prefix, sys.executable, "-m", "bge_m3_server.app.cli", "serve"],
         env=clean_environment(
             **{
                 "BGE_M3_BIND": "127.0.0.1:0",

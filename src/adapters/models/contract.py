@@ -7,11 +7,19 @@ from collections.abc import Iterator, Mapping
 import attrs
 
 from ...domain.errors import ContractError
-from ...domain.types import GraphLayout, HeadProjections, Heads, ModelContract, Projection
-from .onnx_file import GraphFile, TensorInfo
+from ...domain.types import (
+    Attention,
+    GraphLayout,
+    HeadProjections,
+    Heads,
+    ModelContract,
+    Projection,
+)
+from .onnx_file import GraphDescription, TensorInfo
 
 MAX_TOKENS_KEY = "bge_m3_server.max_tokens"
 ATTENTION_HEADS_KEY = "bge_m3_server.attention_heads"
+ATTENTION_KEY = "bge_m3_server.attention"
 """Keys of a model's own metadata that overrule what is read from its weights."""
 
 XLM_R_POSITION_OFFSET = 2
@@ -63,7 +71,7 @@ class TensorSpec:
 def read_contract(
     inputs: Mapping[str, TensorSpec],
     outputs: Mapping[str, TensorSpec],
-    graph: GraphFile,
+    graph: GraphDescription,
     projections: HeadProjections,
     precision: str | None = None,
 ) -> ModelContract:
@@ -101,6 +109,7 @@ def read_contract(
         precision=precision or _precision(graph),
         attention_heads=_metadata_count(graph, ATTENTION_HEADS_KEY)
         or _ATTENTION_HEADS_OF_HIDDEN_SIZE.get(hidden_size),
+        attention=_attention(graph),
     )
 
 
@@ -150,7 +159,9 @@ def _listed(specs: Mapping[str, TensorSpec]) -> str:
     return ", ".join(f"{name} {spec}" for name, spec in specs.items()) or "(none)"
 
 
-def _hidden_size(layout: GraphLayout, outputs: Mapping[str, TensorSpec], graph: GraphFile) -> int:
+def _hidden_size(
+    layout: GraphLayout, outputs: Mapping[str, TensorSpec], graph: GraphDescription
+) -> int:
     """Last axis of the dense output; where the export left it dynamic, that of the embeddings."""
     sizes = {
         name: axis for name in _LAYOUTS[layout] if isinstance(axis := outputs[name].shape[-1], int)
@@ -183,7 +194,7 @@ def _mismatch(head: str, projection: Projection, expected: str) -> str:
     )
 
 
-def _max_tokens(graph: GraphFile) -> int | None:
+def _max_tokens(graph: GraphDescription) -> int | None:
     stated = _metadata_count(graph, MAX_TOKENS_KEY)
     table = _position_table(graph)
     if stated is not None or table is None:
@@ -191,7 +202,7 @@ def _max_tokens(graph: GraphFile) -> int | None:
     return table.dims[0] - XLM_R_POSITION_OFFSET
 
 
-def _position_table(graph: GraphFile) -> TensorInfo | None:
+def _position_table(graph: GraphDescription) -> TensorInfo | None:
     """The table (positions, hidden), which quantised exports surround with scales of its name."""
     tables = (
         info
@@ -201,7 +212,18 @@ def _position_table(graph: GraphFile) -> TensorInfo | None:
     return max(tables, key=lambda info: info.dims[0], default=None)
 
 
-def _metadata_count(graph: GraphFile, key: str) -> int | None:
+def _attention(graph: GraphDescription) -> Attention:
+    value = graph.metadata.get(ATTENTION_KEY, Attention.MATERIALISED.value)
+    try:
+        return Attention(value)
+    except ValueError:
+        known = ", ".join(attention.value for attention in Attention)
+        raise ContractError(
+            f"the model's metadata {ATTENTION_KEY} is {value[:20]!r}, expected one of {known}"
+        ) from None
+
+
+def _metadata_count(graph: GraphDescription, key: str) -> int | None:
     value = graph.metadata.get(key)
     if value is None:
         return None
@@ -211,7 +233,7 @@ def _metadata_count(graph: GraphFile, key: str) -> int | None:
     return int(value)
 
 
-def _precision(graph: GraphFile) -> str:
+def _precision(graph: GraphDescription) -> str:
     """That of the weights which hold most of the model's values."""
     elements: Counter[str] = Counter()
     for info in graph.initializers.values():

@@ -94,6 +94,19 @@ def verify_file(
     return FileRecord(status.st_size, status.st_mtime_ns, sha256, source)
 
 
+def is_whole(directory: Path) -> bool:
+    """Whether all files that `directory` has a record of are there as they were written."""
+    records = read_record(directory)
+    try:
+        verified = {name: verify_file(directory / name, records[name]) for name in records}
+    except (CorruptFileError, OSError) as error:
+        logger.warning("%s has to be built again: %s", directory, error)
+        return False
+    if verified != records:
+        write_record(directory, verified)
+    return bool(records)
+
+
 REMEDY = "it was not loaded; delete it, or run `bge-m3-server fetch` to get it again"
 
 

@@ -62,19 +62,27 @@ class ExternalData:
     length_bytes: int
 
 
-@attrs.frozen
-class GraphFile:
-    """A model file's account of itself.
+@attrs.frozen(kw_only=True)
+class GraphDescription:
+    """A model's account of itself, in whatever format it is kept.
 
-    `initializers`: those of the main graph, by name.
-    `external`: every reference to another file, those of node attributes and subgraphs included.
+    `initializers`: the weights of the main graph, by name.
     `metadata`: the model's own key → value pairs.
     """
 
-    size_bytes: int
     initializers: Mapping[str, TensorInfo]
-    external: tuple[ExternalData, ...] = ()
     metadata: Mapping[str, str] = attrs.field(factory=dict)
+
+
+@attrs.frozen(kw_only=True)
+class GraphFile(GraphDescription):
+    """An ONNX file's account of itself.
+
+    `external`: every reference to another file, those of node attributes and subgraphs included.
+    """
+
+    size_bytes: int
+    external: tuple[ExternalData, ...] = ()
 
 
 def inspect_graph(path: Path) -> GraphFile:

@@ -11,8 +11,8 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from ...domain.errors import CacheDirectoryError, CorruptFileError, ModelError
-from .files import ModelFiles, read_record, verify_file, write_record
+from ...domain.errors import CacheDirectoryError, ModelError
+from .files import ModelFiles, is_whole, verify_file, write_record
 from .preview_blob import read_preview_blob
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def build_preview(cache_dir: Path) -> ModelFiles:
     blob_path = _installed_blob()
     version = f"{_PACKAGE}-{metadata.version(_PACKAGE)}-build{_BUILD_VERSION}"
     target = cache_dir / "preview" / version
-    if not _is_whole(target):
+    if not is_whole(target):
         try:
             _build(blob_path, target)
         except OSError as error:
@@ -69,21 +69,6 @@ def build_preview(cache_dir: Path) -> ModelFiles:
         colbert_path=None,
         precision="fp32",
     )
-
-
-def _is_whole(target: Path) -> bool:
-    """Whether all files are there as they were built; damaged ones are worth a new build."""
-    records = read_record(target)
-    if not all(name in records and (target / name).is_file() for name in _NAMES):
-        return False
-    try:
-        verified = {name: verify_file(target / name, records[name]) for name in _NAMES}
-    except CorruptFileError as error:
-        logger.warning("building the preview again: %s", error)
-        return False
-    if verified != records:
-        write_record(target, verified)
-    return True
 
 
 def _installed_blob() -> Path:

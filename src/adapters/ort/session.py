@@ -1,16 +1,14 @@
 """One model on ONNX Runtime: options that all execution providers share, loading, running."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import attrs
-import numpy as np
 import onnxruntime
 from attrs.validators import ge
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidProtobuf
 
-from ...domain.embedder import PAD_ID
 from ...domain.errors import (
     CacheDirectoryError,
     CorruptFileError,
@@ -19,21 +17,15 @@ from ...domain.errors import (
     OutOfMemoryError,
     ProviderError,
 )
-from ...domain.types import Floats, HeadProjections, Ids, ModelContract, TokenBatch
+from ...domain.types import Floats, HeadProjections, ModelContract, TokenBatch
 from ..models.contract import TensorSpec, read_contract
+from ..models.inputs import graph_inputs
 from ..models.onnx_file import check_external_data, inspect_graph
 from ..out_of_memory import is_out_of_memory
 
 ENGINE_VERSION: str = onnxruntime.__version__
 
 _ORT_WARNING = 2
-
-_INPUTS: Mapping[str, Callable[[TokenBatch], Ids]] = {
-    "input_ids": lambda batch: batch.ids,
-    "attention_mask": lambda batch: batch.mask,
-    "token_type_ids": lambda batch: np.zeros_like(batch.ids),
-    "position_ids": lambda batch: xlm_r_position_ids(batch.mask),
-}
 
 
 @attrs.frozen
@@ -88,7 +80,7 @@ class OrtBackend:
             raise InferenceError("the model was closed; load it again before running it")
         if not outputs:  # which ONNX Runtime takes for all of them
             return {}
-        feeds = {name: _INPUTS[name](batch) for name in self.contract.input_names}
+        feeds = graph_inputs(self.contract.input_names, batch)
         try:
             values = session.run(list(outputs), feeds)
         except Exception as error:  # the engine's exceptions share no other base class
@@ -209,12 +201,6 @@ def require_providers(asked: Sequence[Provider], present: Sequence[str], found: 
                 f"the execution provider {provider.name} was asked for and is not available: "
                 f"{found} {', '.join(present)}. To get it: {provider.install_hint}"
             )
-
-
-def xlm_r_position_ids(mask: Ids) -> Ids:
-    """Positions of (batch, seq) as XLM-RoBERTa counts them: padding 1, real tokens from 2."""
-    positions: Ids = np.cumsum(mask, axis=1, dtype=np.int64) * mask + PAD_ID
-    return positions
 
 
 def _specs(nodes: Sequence[onnxruntime.NodeArg]) -> Mapping[str, TensorSpec]:

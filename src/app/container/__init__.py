@@ -31,7 +31,9 @@ from ..result_cache import CachedService
 from ..service import EmbeddingService
 from ..supervisor import SupervisorSettings
 from ..tuning import Tuner
-from .model import load_model, worker_count
+from .engines import settle, worker_count
+from .model import load_model
+from .preparation import prepare_model
 
 QUIET_LOGGERS = {"httpx": logging.WARNING, "httpx2": logging.WARNING}
 """The hub client's own lines per request; ours tell what is being downloaded."""
@@ -124,6 +126,7 @@ class Container(containers.DeclarativeContainer):
 
     set_up_logging = providers.Callable(set_up_logging, config)
     fetch = providers.Callable(fetch, config)
+    prepare = providers.Callable(prepare_model, config, workers)
     engine = providers.Singleton(
         Engine,
         load_model=load_model.provider,
@@ -151,4 +154,4 @@ class Container(containers.DeclarativeContainer):
 
 def build_container(config: Config) -> Container:
     """The container of one process."""
-    return Container(config=providers.Object(config))
+    return Container(config=providers.Object(settle(config)))

@@ -47,6 +47,16 @@ def test_what_is_saved_is_loaded(store):
     assert [path.name for path in store.directory.iterdir()] == [FILE_NAME]
 
 
+def test_linear_attention_is_remembered(store):
+    """A quadratic term of none is a figure like any other."""
+    linear = attrs.evolve(
+        FIT, coefficients=attrs.evolve(FIT.coefficients, b_bytes_per_token_sq=0.0)
+    )
+    store.save(KEY, linear)
+
+    assert store.load(KEY) == linear
+
+
 def test_nothing_there_yet(store):
     """A first start is no error."""
     assert "there is no" in store.load(KEY)
@@ -88,7 +98,7 @@ def test_a_record_without_a_proper_key(store, key):
         ("coefficients", "a_bytes_per_token", 0),
         ("coefficients", "a_bytes_per_token", -90_000.0),
         ("coefficients", "a_bytes_per_token", 1e12),
-        ("coefficients", "b_bytes_per_token_sq", 0.0),
+        ("coefficients", "b_bytes_per_token_sq", -1.0),
         ("coefficients", "b_bytes_per_token_sq", float("nan")),
         ("coefficients", "b_bytes_per_token_sq", float("inf")),
         ("coefficients", "b_bytes_per_token_sq", "190"),

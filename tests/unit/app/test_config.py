@@ -29,13 +29,13 @@ def test_nothing_set_gives_the_documented_defaults():
 
     assert str(loaded.cache_dir) == "/cache"
     assert (loaded.host, loaded.port) == ("0.0.0.0", 8081)
-    assert (loaded.workers, loaded.intra_threads) == (2, None)
+    assert (loaded.workers, loaded.intra_threads) == (None, None)
     assert (loaded.max_batch, loaded.max_seq_length) == (256, 8192)
     assert loaded.max_body_bytes == 33_554_432
     assert (loaded.idle_timeout_seconds, loaded.heartbeat_seconds) == (300, 60)
     assert loaded.memory_safety_factor == 0.7
-    assert loaded.execution_provider is ExecutionProvider.CPU
-    assert loaded.model is None
+    assert loaded.execution_provider is ExecutionProvider.AUTO
+    assert loaded.model is ModelVariant.AUTO
     assert loaded.log_format is LogFormat.AUTO
     assert loaded.trt_warmup_shapes == DEFAULT_WARMUP_SHAPES
     assert len(DEFAULT_WARMUP_SHAPES) == 24

@@ -260,3 +260,17 @@ def test_a_model_that_fails_its_self_test_never_gets_ready():
     with pytest.raises(SelfTestError, match="no kernel"):
         engine.load()
     assert not engine.status().ready
+
+
+def test_repeated_texts_of_a_request_are_computed_once():
+    """Each gets its own answer at its own place, and the model sees the text a single time."""
+    backend = FakeBackend()
+    texts = ["same", "other", "same", "same"]
+    with stopping(engine_over(backend)) as engine:
+        backend.runs.clear()
+        result = asyncio.run(engine.embed(texts, Heads.DENSE))
+
+    assert sum(len(run.batch.lengths) for run in backend.runs) == 2
+    alone = Embedder(FakeTokenizer(), FakeBackend(), CostModel.conservative()).embed(texts)
+    for one, reference in zip(result.embeddings, alone, strict=True):
+        np.testing.assert_array_equal(one.dense, reference.dense)

@@ -104,12 +104,13 @@ def test_a_guilty_text_is_not_tried_for_ever():
 def test_out_of_memory_halves_the_chunk_and_lowers_the_budget():
     """The request is answered in smaller chunks, and later ones do not run into the wall again."""
     backend = FaultBackend()
+    texts = [f"text number {number}" for number in range(36)]
     with faulty_engine(backend, workers=1) as engine:
         backend.memory_positions = 60
-        assert_right(asyncio.run(engine.embed(TEXTS * 3, Heads.DENSE)), TEXTS * 3)
+        assert_right(asyncio.run(engine.embed(texts, Heads.DENSE)), texts)
         backend.runs.clear()
         before = backend.attempts
-        assert_right(asyncio.run(engine.embed(TEXTS * 3, Heads.DENSE)), TEXTS * 3)
+        assert_right(asyncio.run(engine.embed(texts, Heads.DENSE)), texts)
 
         assert backend.attempts - before == len(backend.runs)
         assert max(run.batch.ids.size for run in backend.runs) <= 60

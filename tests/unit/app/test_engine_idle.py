@@ -14,7 +14,7 @@ from bge_m3_server.domain import CostModel, NoTelemetry
 from bge_m3_server.domain.testing import FakeBackend
 from bge_m3_server.domain.types import Heads
 
-from tests.support.engines import loaded_model, stopping, until
+from tests.support.engines import loaded_model, numbered, stopping, until
 
 BATCHES = CostModel(1.0, 0.0, 200)
 
@@ -66,7 +66,7 @@ def test_new_coefficients_outlive_a_reload():
     async def ask(engine):
         engine.set_cost_model(CostModel(1.0, 0.0, 10), engine.status().tuning)
         await until(lambda: engine.status().loaded_workers == 0)
-        return await engine.embed(["a b c"] * 4, Heads.DENSE)
+        return await engine.embed(numbered(4, tokens=5), Heads.DENSE)
 
     with idling_engine(Loader(), idle_timeout_seconds=0.05) as (engine, _):
         assert asyncio.run(ask(engine)).report.chunks == 2

@@ -22,7 +22,7 @@ from bge_m3_server.domain import (
 from bge_m3_server.domain.testing import FakeBackend, FakeTokenizer
 from bge_m3_server.domain.types import Heads
 
-from tests.support.engines import GatedBackend, engine_over, loaded_model, stopping, until
+from tests.support.engines import GatedBackend, engine_over, loaded_model, numbered, stopping, until
 from tests.support.fault_backend import Fault, FaultBackend
 
 BATCHES = CostModel(1.0, 0.0, 200)
@@ -96,10 +96,10 @@ def test_a_full_queue_refuses_with_the_time_to_come_back():
 
     async def ask(engine, backend):
         async with occupied(engine, backend):
-            waiting = asyncio.create_task(engine.embed(["word " * 8] * 9, Heads.DENSE))
+            waiting = asyncio.create_task(engine.embed(numbered(9, tokens=10), Heads.DENSE))
             await until(lambda: engine.status().queue.waiting_tokens == 90)
             with pytest.raises(QueueFullError, match=r"90 of 100 tokens are taken") as caught:
-                await engine.embed(["word " * 8] * 2, Heads.DENSE)
+                await engine.embed(numbered(2, tokens=10), Heads.DENSE)
             fits = asyncio.create_task(engine.embed(["word " * 8], Heads.DENSE))
             await until(lambda: engine.status().queue.waiting_tokens == 100)
             with pytest.raises(QueueFullError):
@@ -178,7 +178,7 @@ def test_a_cancelled_request_is_gone_from_the_queue():
 
     async def ask(engine, backend):
         async with occupied(engine, backend):
-            leaving = asyncio.create_task(engine.embed(["a b c"] * 5, Heads.DENSE))
+            leaving = asyncio.create_task(engine.embed(numbered(5, tokens=5), Heads.DENSE))
             await until(lambda: engine.status().queue.waiting_texts == 5)
             leaving.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -194,7 +194,7 @@ def test_the_canary_overtakes_the_queue_and_is_shared():
 
     async def ask(engine, backend):
         async with occupied(engine, backend):
-            bulk = asyncio.create_task(engine.embed(["word " * 4] * 100, Heads.DENSE))
+            bulk = asyncio.create_task(engine.embed(numbered(100, tokens=6), Heads.DENSE))
             await until(lambda: engine.status().queue.waiting_texts == 100)
             canaries = [asyncio.create_task(engine.canary()) for _ in range(3)]
             await until(lambda: engine.status().queue.waiting_texts == 101)
@@ -228,7 +228,7 @@ def test_new_coefficients_decide_from_the_next_chunk_on():
         tuning = Tuning(1.0, 0.0, 10, ProbeStatus.COMPLETE)
         engine.set_cost_model(CostModel(1.0, 0.0, 10), tuning)
         backend.runs.clear()
-        asyncio.run(engine.embed(["a b c"] * 4, Heads.DENSE))
+        asyncio.run(engine.embed(numbered(4, tokens=5), Heads.DENSE))
 
         assert [len(run.batch.lengths) for run in backend.runs] == [2, 2]
         assert engine.status().tuning == tuning

@@ -112,6 +112,50 @@ def test_a_failed_pass_leaves_the_meter_intact(memory):
     assert reading.peak_bytes is not None
 
 
+def test_who_is_alone_holds_others_back(memory):
+    """Passes of other threads begin when the reserved time is over, and are undisturbed then."""
+    meter, began = PassMeter(memory), threading.Event()
+
+    def other():
+        with meter.forward_pass():
+            began.set()
+
+    thread = threading.Thread(target=other)
+    with meter.alone() as is_alone:
+        thread.start()
+        with meter.forward_pass() as own:
+            assert not began.wait(0.1)
+    thread.join(30)
+
+    assert is_alone
+    assert own.peak_bytes is not None
+    assert began.is_set()
+
+
+def test_being_alone_begins_when_the_last_pass_ends(memory):
+    """What is running is waited for."""
+    meter, release, running = PassMeter(memory), threading.Event(), threading.Event()
+
+    def other():
+        with meter.forward_pass():
+            running.set()
+            assert release.wait(30)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert running.wait(30)
+    with meter.alone(wait_seconds=0.01) as is_alone:
+        assert not is_alone
+        with meter.forward_pass() as disturbed:
+            pass
+    release.set()
+    with meter.alone() as is_alone:
+        assert is_alone
+    thread.join(30)
+
+    assert disturbed.peak_bytes is None
+
+
 def test_many_threads(memory):
     """However passes interleave, the meter ends up idle."""
     meter = PassMeter(memory)

@@ -7,7 +7,8 @@ import attrs
 import pytest
 from bge_m3_server.app.metering import MeteredBackend, probe_batch
 from bge_m3_server.app.service import ProbeStatus
-from bge_m3_server.app.tuning import Situation, Tuner
+from bge_m3_server.app.tuning import Tuner
+from bge_m3_server.app.tuning_state import Situation
 from bge_m3_server.domain.budget import Budget
 from bge_m3_server.domain.budget_override import Pins
 from bge_m3_server.domain.errors import ConfigError, InferenceError
@@ -269,6 +270,29 @@ def test_a_fault_in_the_probe_ends_as_a_failed_probe(setup, caplog):
     assert "the probe failed" in caplog.text
 
 
+def test_a_slow_probe_is_used_but_not_remembered(setup):
+    """What ran out of time on a busy machine serves this start; the next one measures again."""
+    setup.tuner = Tuner(setup.store, SlowClock())
+    setup.prepare()
+    setup.start()
+    setup.wait_for_probe()
+
+    assert setup.published[0][1].probe_status is ProbeStatus.COMPLETE
+    assert "would not end within the 300 s" in setup.published[0][1].reason
+    assert setup.store.kept == {}
+
+
+@attrs.define
+class SlowClock:
+    """Ten seconds go by between any two looks at it."""
+
+    now: float = 0.0
+
+    def __call__(self):
+        self.now += 10.0
+        return self.now
+
+
 def test_one_probe_at_a_time(setup):
     """Starting again while a probe runs starts nothing."""
     setup.backend.hold = threading.Event()
@@ -280,7 +304,7 @@ def test_one_probe_at_a_time(setup):
 
 
 @pytest.mark.parametrize("last", [(1, 64), (1, 1024)])
-def test_shutdown_cancels_the_probe(setup, last):
+def test_shutdown_cancels_the_probe(setup, last, caplog):
     """The pass that runs is waited for, and half a measurement is not remembered."""
     setup.backend.hold, setup.backend.hold_from = threading.Event(), last[1]
     setup.prepare()
@@ -296,7 +320,30 @@ def test_shutdown_cancels_the_probe(setup, last):
 
     assert setup.backend.shapes[-1] == last
     assert setup.published[0][1].probe_status is ProbeStatus.FAILED
+    assert setup.published[0][1].reason.startswith("cancelled by shutdown")
     assert setup.store.kept == {}
+    assert ("INFO", "probe cancelled by shutdown") in told(caplog)
+    assert not any(level == "WARNING" for level, _ in told(caplog))
+
+
+def test_an_engine_that_closes_during_shutdown_is_no_fault(setup, caplog):
+    """A probe whose model goes away under it was cancelled."""
+    setup.backend.hold = threading.Event()
+    setup.prepare()
+    setup.start()
+    while (1, 64) not in setup.backend.shapes:
+        threading.Event().wait(0.001)
+    setup.tuner.cancel()
+    setup.backend.error = InferenceError("the model was closed")
+    setup.backend.hold.set()
+    setup.wait_for_probe()
+
+    assert setup.published[0][1].reason == "cancelled by shutdown"
+    assert not any(level == "WARNING" for level, _ in told(caplog))
+
+
+def told(caplog):
+    return [(record.levelname, record.getMessage()) for record in caplog.records]
 
 
 def test_nothing_starts_after_shutdown(setup):

@@ -1,5 +1,8 @@
 """Which shapes are measured, and why others are not."""
 
+import contextlib
+from collections.abc import Iterator
+
 import attrs
 import pytest
 from bge_m3_server.domain.errors import InferenceError
@@ -25,7 +28,8 @@ TRUE = Coefficients(80_000.0, 180.0)
 class FakeMeter:
     """Passes that cost what `true` says, at a hundredth of a second per token squared.
 
-    `disturbed`: so many measurements from the start on are disturbed by other work.
+    `disturbed`: so many measurements from the start on are disturbed by other work, which can be
+    held back where it `ends_soon`. `extra`: bytes on top of the first measurements.
     `fails_at`: the engine fails on this shape.
     """
 
@@ -36,10 +40,19 @@ class FakeMeter:
     disturbed: int = 0
     fails_at: tuple[int, int] | None = None
     warmed_up: bool = False
+    ends_soon: bool = True
+    extra: Iterator[int] = attrs.field(factory=lambda: iter(()))
+    is_held_back: bool = False
     measured: list[tuple[int, int]] = attrs.field(factory=list)
 
     def warm_up(self):
         self.warmed_up = True
+
+    @contextlib.contextmanager
+    def alone(self):
+        self.is_held_back = self.ends_soon
+        yield self.ends_soon
+        self.is_held_back = False
 
     def resident_bytes(self):
         return self.resident
@@ -50,15 +63,15 @@ class FakeMeter:
             raise InferenceError("no more")
         self.clock.advance(batch * tokens * self.seconds_per_token)
         self.measured.append((batch, tokens))
-        if self.disturbed:
+        if self.disturbed and not self.is_held_back:
             self.disturbed -= 1
             return None
-        return round(self.true.cost_bytes(batch, tokens))
+        return round(self.true.cost_bytes(batch, tokens)) + next(self.extra, 0)
 
 
 def probe(meter, *, max_tokens=8192, cancelled=lambda: False, conservative=CONSERVATIVE, **limits):
     """A probe with room for everything, unless `limits` say otherwise."""
-    roomy = {"memory_bytes": None, "workspace_bytes": 100 * GIB}
+    roomy = {"memory_bytes": None, "workspace_bytes": 100 * GIB, "repeats": 1}
     return Probe(
         probe_shapes(max_tokens, conservative),
         meter,
@@ -77,7 +90,13 @@ def meter():
 
 @pytest.mark.parametrize(
     ("max_tokens", "longest", "count"),
-    [(8192, (1, 8192), 10), (4096, (1, 4096), 9), (3000, (1, 3000), 9), (100, (1, 100), 3)],
+    [
+        (8192, (1, 8192), 10),
+        (4096, (1, 4096), 9),
+        (3000, (1, 3000), 9),
+        (512, (8, 512), 7),
+        (100, (40, 100), 4),
+    ],
 )
 def test_shapes_reach_the_longest_text(max_tokens, longest, count):
     """The longest text that is accepted is measured itself, nothing beyond it is."""
@@ -188,12 +207,64 @@ def test_a_disturbed_measurement_is_repeated(meter):
 
 
 def test_a_server_that_is_never_quiet(meter):
-    """Without a quiet moment the probe gives up at its time limit."""
+    """Other work is held back for short passes, and long ones are left out with the reason."""
     meter.disturbed = 10_000
-    result = probe(meter, total_seconds=30.0)
+    meter.seconds_per_token = 0.003
+    result = probe(meter)
+
+    assert result.outcome is ProbeOutcome.COMPLETE
+    assert [(peak.batch, peak.tokens) for peak in result.peaks] == [
+        (1, 64), (4, 64), (1, 256), (1, 512), (8, 128), (1, 1024),
+    ]  # fmt: skip
+    assert [skipped.shape for skipped in result.skipped] == [
+        (4, 512), (1, 2048), (1, 4096), (1, 8192),
+    ]  # fmt: skip
+    assert "6 of 10 shapes were measured; 4x512: other work ran all the time" in result.reason
+    assert result.was_disturbed
+    assert meter.clock() <= 300.0
+
+
+def test_a_busy_server_ends_the_probe_in_time(meter):
+    """Waiting for quiet moments counts for the time of the whole probe."""
+    meter.disturbed = 10_000
+    meter.seconds_per_token = 0.003
+    result = probe(meter, total_seconds=20.0)
 
     assert result.outcome is ProbeOutcome.TIMED_OUT
+    assert meter.clock() <= 20.0 + 1.0  # the last pause
+    assert len(result.peaks) >= 2
+
+
+def test_patience_ends_once(meter):
+    """Under steady load only the first shape is waited for; a quiet moment brings patience back."""
+    meter.disturbed = 13
+    result = probe(meter)
+
+    assert meter.measured.count((1, 64)) == 11 + 1
+    assert meter.measured.count((4, 64)) == 1 + 1
+    assert len(result.peaks) == 10
+    assert not result.was_disturbed
+
+
+def test_work_that_cannot_be_held_back(meter):
+    """What runs does not end in time: the probe ends all the same, without a measurement."""
+    meter.disturbed, meter.ends_soon = 10_000, False
+    result = probe(meter)
+
     assert result.peaks == ()
+    assert len(result.skipped) == 10
+    assert meter.clock() <= 300.0
+
+
+def test_cheap_shapes_are_repeated(meter):
+    """The largest of three readings counts, where they take no longer than a second."""
+    meter.seconds_per_token = 0.001
+    meter.extra = iter([10, 30, 20])
+    result = probe(meter, repeats=3)
+
+    assert result.peaks[0].peak_bytes == TRUE.cost_bytes(1, 64) + 30
+    assert meter.measured.count((1, 256)) == 3
+    assert meter.measured.count((1, 512)) == 1
 
 
 def test_cancelled_between_passes(meter):
@@ -201,7 +272,7 @@ def test_cancelled_between_passes(meter):
     result = probe(meter, cancelled=lambda: len(meter.measured) == 2)
 
     assert result.outcome is ProbeOutcome.CANCELLED
-    assert result.reason == "cancelled before 1x256"
+    assert result.reason == "cancelled by shutdown before 1x256"
     assert len(result.peaks) == 2
 
 

@@ -1,0 +1,106 @@
+"""What a run found, over all rounds; written to JSON after every visit, read by the renderer."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import attrs
+import numpy as np
+
+from benchmarks.performance.machine import Machine
+from benchmarks.performance.matrix_rate import MatrixRate
+from benchmarks.performance.measure import Sample
+
+
+@attrs.frozen
+class Cell:
+    """One contender on one row: medians over the rounds; latencies over all calls.
+
+    `loaded_bytes`: the least that was resident after the first short text; `peak_bytes`: the most
+    while the row ran; `kept_bytes`: the most that was resident after it.
+    """
+
+    texts_per_second: float
+    tokens_per_second: float
+    p50_seconds: float
+    p95_seconds: float
+    loaded_bytes: int
+    peak_bytes: int
+    kept_bytes: int
+    cosine: float | None
+    rounds: int
+    calls: int
+    is_single: bool
+
+
+@attrs.define
+class Results:
+    """All figures of a run.
+
+    `samples`: contender → row → one per round. `missing`: contender → row → why it has no figure;
+    `absent`: contender → why it has none at all. `versions`: environment → package → version.
+    """
+
+    machine: Machine
+    options: Mapping[str, object]
+    rows: Sequence[str]
+    contenders: Sequence[str]
+    samples: dict[str, dict[str, list[Sample]]] = attrs.field(factory=dict)
+    missing: dict[str, dict[str, str]] = attrs.field(factory=dict)
+    absent: dict[str, str] = attrs.field(factory=dict)
+    versions: dict[str, Mapping[str, str]] = attrs.field(factory=dict)
+    matrix_rates: list[MatrixRate] = attrs.field(factory=list)
+
+    def add(self, contender: str, row: str, sample: Sample) -> None:
+        """One round's."""
+        self.samples.setdefault(contender, {}).setdefault(row, []).append(sample)
+
+    def cell(self, contender: str, row: str) -> Cell | None:
+        """Over all rounds; None where nothing was measured."""
+        samples = self.samples.get(contender, {}).get(row)
+        return cell_of(samples) if samples else None
+
+    def write(self, path: Path) -> None:
+        """As JSON, beside its summary in cells."""
+        content = attrs.asdict(self)
+        content["cells"] = {
+            contender: {row: attrs.asdict(cell_of(samples)) for row, samples in rows.items()}
+            for contender, rows in self.samples.items()
+        }
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
+
+
+def cell_of(samples: Sequence[Sample]) -> Cell:
+    """Of at least one round."""
+    calls = [seconds for sample in samples for seconds in sample.call_seconds]
+    cosines = [sample.cosine for sample in samples if sample.cosine is not None]
+    return Cell(
+        texts_per_second=float(np.median([sample.texts_per_second for sample in samples])),
+        tokens_per_second=float(np.median([sample.tokens_per_second for sample in samples])),
+        p50_seconds=float(np.percentile(calls, 50)),
+        p95_seconds=float(np.percentile(calls, 95)),
+        loaded_bytes=min(sample.loaded_bytes for sample in samples),
+        peak_bytes=max(sample.peak_bytes for sample in samples),
+        kept_bytes=max(sample.kept_bytes for sample in samples),
+        cosine=min(cosines, default=None),
+        rounds=len(samples),
+        calls=len(calls),
+        is_single=any(sample.is_single for sample in samples),
+    )
+
+
+def read_results(path: Path) -> Results:
+    """What `Results.write` wrote."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    del content["cells"]
+    content["machine"] = Machine(**content["machine"])
+    content["matrix_rates"] = [
+        MatrixRate(**rate | {"shape": tuple(rate["shape"])}) for rate in content["matrix_rates"]
+    ]
+    content["samples"] = {
+        contender: {row: [Sample(**sample) for sample in samples] for row, samples in rows.items()}
+        for contender, rows in content["samples"].items()
+    }
+    return Results(**content)

@@ -1,0 +1,241 @@
+"""From a published export to the model that a CPU runs fastest: built once, verified, kept.
+
+The graph is fused, the heads are put into it, and its matrices become 8-bit blocks, with all
+weights in one file that engines map. What comes out must be as good as the source on fixed texts;
+otherwise finer blocks are tried, and in the end the source is served as it is.
+"""
+
+import contextlib
+import json
+import logging
+import shutil
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+import onnx
+
+from ...domain.cost_model import DEFAULT_MAX_WORKSPACE_BYTES, CostModel
+from ...domain.embedder import Embedder
+from ...domain.errors import CacheDirectoryError, PreparationError
+from ...domain.fidelity import FLOORS, Fidelity, fidelity, shortfalls
+from ...domain.padding import cpu_padding
+from ...domain.ports import InferenceBackend, Tokenizer
+from ...domain.types import Attention, Embedding, HeadProjections, ModelContract
+from .block_weights import quantize_matmuls, store_remaining
+from .contract import ATTENTION_HEADS_KEY, ATTENTION_KEY, MAX_TOKENS_KEY
+from .files import ModelFiles, is_whole, verify_file, write_record
+from .fusion import fuse, make_mask_optional
+from .ready_heads import add_ready_heads
+from .source_digest import source_digest
+from .verification_texts import VERIFICATION_TEXTS
+from .weights import WeightsFile, read_structure
+
+logger = logging.getLogger(__name__)
+
+RECIPE_VERSION = 1
+"""Raised whenever the same source would be prepared into different files."""
+
+BLOCK_SIZES = (128, 32)
+"""Tried in this order: larger blocks are faster, smaller ones more exact."""
+
+GRAPH_NAME = "model.onnx"
+PRECISION = "w8"
+VERDICT_NAME = "fidelity.json"
+
+VERIFICATION_TOKENS = 512
+"""Texts are compared up to this length."""
+
+_DIRECTORY = "prepared"
+_BUILDING = ".building-"
+_ABANDONED_SECONDS = 3600
+"""No preparation takes so long."""
+
+Progress = Callable[[str, float], None]
+"""Told the step and the share that is done, from 0 to 1."""
+
+
+@attrs.frozen
+class Engine:
+    """The engine that a model is prepared for.
+
+    `name`: part of the directory's name. `is_fused`: it wants ONNX Runtime's fused operations.
+    `convert`: turns the ONNX file into the engine's own format; returns what to load.
+    `load`: loads that.
+    """
+
+    name: str
+    is_fused: bool
+    convert: Callable[[Path], Path]
+    load: Callable[[Path], InferenceBackend]
+
+
+@attrs.frozen
+class Source:
+    """The model to prepare.
+
+    `load_tokenizer`: with a limit of so many tokens. `load`: the model in full precision.
+    """
+
+    files: ModelFiles
+    projections: HeadProjections
+    load_tokenizer: Callable[[int], Tokenizer]
+    load: Callable[[], InferenceBackend]
+
+
+def prepare(
+    source: Source,
+    engine: Engine,
+    cache_dir: Path,
+    progress: Progress,
+    floors: Fidelity = FLOORS,
+) -> ModelFiles:
+    """The prepared form of `source`, from `cache_dir` if it is there.
+
+    Several processes may prepare at once: each works in a directory of its own, and the first to
+    end wins.
+
+    Raises:
+        PreparationError: the graph cannot be prepared, or comes out too far from its source.
+        InferenceError: an engine failed on a fixed text.
+        CacheDirectoryError: `cache_dir` cannot be written, or is full.
+    """
+    digest = source_digest(source.files, cache_dir / _DIRECTORY)
+    target = cache_dir / _DIRECTORY / f"{digest[:24]}-{engine.name}-recipe{RECIPE_VERSION}"
+    try:
+        if not is_whole(target):
+            _prepare(source, engine, target, progress, floors)
+    except OSError as error:
+        raise CacheDirectoryError(
+            f"the model cannot be prepared in {target} ({error}): make that directory writable, "
+            "with 3 GB free, or set BGE_M3_CACHE_DIR to another one"
+        ) from error
+    verdict = json.loads((target / VERDICT_NAME).read_text(encoding="utf-8"))
+    if verdict["refused"]:
+        raise PreparationError(
+            f"the 8-bit form of this model was refused: {verdict['refused']}. Serve the model as "
+            f"it is with BGE_M3_MODEL=fp32; to prepare it again, delete {target}"
+        )
+    return attrs.evolve(
+        source.files,
+        graph_path=target / verdict["graph"],
+        sparse_path=None,
+        colbert_path=None,
+        precision=PRECISION,
+    )
+
+
+def _prepare(
+    source: Source, engine: Engine, target: Path, progress: Progress, floors: Fidelity
+) -> None:
+    """Build in a directory beside `target`, and move it there."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(target.parent)
+    building = target.parent / f"{_BUILDING}{uuid.uuid4().hex}"
+    building.mkdir()
+    try:
+        verdict = _try_block_sizes(source, engine, building, progress, floors)
+        (building / VERDICT_NAME).write_text(json.dumps(verdict, indent=2) + "\n", encoding="utf-8")
+        names = [path.name for path in building.iterdir()]
+        write_record(building, {name: verify_file(building / name) for name in names})
+        if target.exists() and not is_whole(target):
+            shutil.rmtree(target)
+        with contextlib.suppress(FileExistsError):  # another process was first: its files serve
+            building.rename(target)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    progress("prepared", 1.0)
+
+
+def _try_block_sizes(
+    source: Source, engine: Engine, building: Path, progress: Progress, floors: Fidelity
+) -> dict[str, object]:
+    progress("embedding fixed texts with the source", 0.0)
+    backend = source.load()
+    contract = backend.contract
+    tokenizer = source.load_tokenizer(
+        min(VERIFICATION_TOKENS, contract.max_tokens or VERIFICATION_TOKENS)
+    )
+    reference = _embed(tokenizer, backend)
+    backend.close()
+    problems: list[str] = []
+    for attempt, block_size in enumerate(BLOCK_SIZES):
+        done = (1 + 2 * attempt) / (1 + 2 * len(BLOCK_SIZES))
+        progress(f"8-bit weights in blocks of {block_size}", done)
+        graph = engine.convert(_write(source, contract, engine, building, block_size))
+        progress("comparing with the source", done + 0.2)
+        prepared = engine.load(graph)
+        found = fidelity(reference, _embed(tokenizer, prepared))
+        prepared.close()
+        problems = shortfalls(found, floors)
+        logger.info(
+            "a prepared model was compared with its source",
+            extra={"fields": {"block_size": block_size, **attrs.asdict(found)}},
+        )
+        verdict: dict[str, object] = {
+            "graph": graph.name,
+            "block_size": block_size,
+            "fidelity": attrs.asdict(found),
+            "refused": "; ".join(problems),
+        }
+        if not problems:
+            break
+        for path in building.iterdir():
+            path.unlink()
+    return verdict
+
+
+def _write(
+    source: Source, contract: ModelContract, engine: Engine, building: Path, block_size: int
+) -> Path:
+    """The prepared ONNX file, whose weights are beside it."""
+    model, weights = read_structure(source.files.graph_path)
+    if engine.is_fused and contract.attention_heads is not None:
+        fused = fuse(model, contract.attention_heads, contract.hidden_size)
+        if fused is None:  # what was begun is of no use
+            model, weights = read_structure(source.files.graph_path)
+        else:
+            model = fused
+            make_mask_optional(model, contract.hidden_size)
+            _set_metadata(model, ATTENTION_KEY, Attention.BLOCKWISE.value)
+    for key, value in (
+        (MAX_TOKENS_KEY, contract.max_tokens),
+        (ATTENTION_HEADS_KEY, contract.attention_heads),
+    ):
+        if value is not None:
+            _set_metadata(model, key, str(value))
+    graph_path = building / GRAPH_NAME
+    with (building / f"{GRAPH_NAME}_data").open("wb") as data:
+        file = WeightsFile(data, f"{GRAPH_NAME}_data")
+        quantize_matmuls(model, weights, file, block_size)
+        add_ready_heads(model, contract, source.projections)
+        store_remaining(model, weights, file)
+    graph_path.write_bytes(model.SerializeToString())
+    return graph_path
+
+
+def _embed(tokenizer: Tokenizer, backend: InferenceBackend) -> list[Embedding]:
+    embedder = Embedder(
+        tokenizer,
+        backend,
+        CostModel.conservative(DEFAULT_MAX_WORKSPACE_BYTES),
+        padding=cpu_padding(threads=1),  # so that chunks with padding and without are compared
+    )
+    return embedder.embed(VERIFICATION_TEXTS, backend.contract.heads)
+
+
+def _set_metadata(model: onnx.ModelProto, key: str, value: str) -> None:
+    for entry in model.metadata_props:
+        if entry.key == key:
+            entry.value = value
+            return
+    model.metadata_props.add(key=key, value=value)
+
+
+def _sweep(directory: Path) -> None:
+    """Remove what preparations that were killed have left behind."""
+    for leftover in directory.glob(f"{_BUILDING}*"):
+        if time.time() - leftover.stat().st_mtime > _ABANDONED_SECONDS:
+            shutil.rmtree(leftover, ignore_errors=True)

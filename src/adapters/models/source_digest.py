@@ -1,0 +1,46 @@
+"""One hash over all that a prepared model is made of."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from .files import FileRecord, ModelFiles, read_record, verify_file, write_record
+from .onnx_file import inspect_graph
+
+
+def source_digest(files: ModelFiles, memory: Path) -> str:
+    """Hash of the graph, its external weights and the heads, in hex.
+
+    Gigabytes are hashed once: `memory` is a directory that keeps what each file was.
+    """
+    known = read_record(memory)
+    records: dict[str, FileRecord] = {}
+    digest = hashlib.sha256()
+    for path in _parts(files):
+        name = str(path.absolute())
+        records[name] = _record(path, known.get(name))
+        digest.update(records[name].sha256.encode())
+    if any(known.get(name) != record for name, record in records.items()):
+        memory.mkdir(parents=True, exist_ok=True)
+        write_record(memory, {**known, **records})
+    return digest.hexdigest()
+
+
+def _parts(files: ModelFiles) -> Iterator[Path]:
+    yield files.graph_path
+    references = inspect_graph(files.graph_path).external
+    for location in sorted({reference.location for reference in references}):
+        yield files.graph_path.parent / location
+    for head in (files.sparse_path, files.colbert_path):
+        if head is not None:
+            yield head
+
+
+def _record(path: Path, known: FileRecord | None) -> FileRecord:
+    status = path.stat()
+    is_same = (
+        known is not None
+        and known.size_bytes == status.st_size
+        and known.mtime_ns == status.st_mtime_ns
+    )
+    return verify_file(path, known if is_same else None)

@@ -1,0 +1,300 @@
+"""OpenVINO: its own format, its options, its absence; what it shares is in `test_backends`."""
+
+import importlib
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from bge_m3_server.adapters.models.onnx_file import TensorInfo
+from bge_m3_server.adapters.openvino.backend import (
+    OpenVinoSettings,
+    compile_options,
+    load_openvino_backend,
+)
+from bge_m3_server.adapters.openvino.choice import prefers_openvino, read_cpu_flags
+from bge_m3_server.adapters.openvino.ir import describe_ir, write_ir
+from bge_m3_server.adapters.openvino.package import engine_version, import_openvino, is_installed
+from bge_m3_server.adapters.ort.cpu import cpu_providers
+from bge_m3_server.adapters.ort.session import SessionSettings, load_backend
+from bge_m3_server.domain.embedder import pad
+from bge_m3_server.domain.errors import CorruptFileError, InferenceError, ModelError, ProviderError
+from bge_m3_server.domain.types import HeadProjections
+
+from tests.support.eight_bit import write_eight_bit
+from tests.support.graphs import graph_for_texts_of, texts
+from tests.support.tiny_models import write_tiny_model
+
+needs_openvino = pytest.mark.skipif(not is_installed(), reason="openvino is not installed")
+EXACT = OpenVinoSettings(intra_threads=1, precision_hint="f32")
+METADATA = {
+    "bge_m3_server.max_tokens": "60",
+    "bge_m3_server.attention_heads": "4",
+    "other": "<&>\"' é",
+}
+
+
+def load_exact(graph):
+    return load_openvino_backend(graph, HeadProjections(), EXACT)
+
+
+def load_on_ort(graph, directory):
+    settings = SessionSettings(intra_threads=1, cache_dir=directory)
+    return load_backend(graph, HeadProjections(), settings, cpu_providers(settings))
+
+
+def sentences(backend, *lengths):
+    return backend.run(pad(texts(*lengths)), ["sentence_embedding"])["sentence_embedding"]
+
+
+def lowest_cosine(left, right):
+    norms = np.linalg.norm(left, axis=1) * np.linalg.norm(right, axis=1)
+    return float(((left * right).sum(axis=1) / norms).min())
+
+
+@needs_openvino
+def test_float32_gives_the_vectors_of_onnx_runtime(tmp_path):
+    """Where nothing is rounded, the engines agree on batches with and without padding."""
+    graph = write_tiny_model(tmp_path)
+    ours, theirs = load_exact(graph), load_on_ort(graph, tmp_path)
+    for lengths in ((5,), (7, 7), (3, 40, 64)):
+        assert lowest_cosine(sentences(ours, *lengths), sentences(theirs, *lengths)) > 0.99999
+
+
+@needs_openvino
+@pytest.mark.parametrize("layout", ["sentence_and_tokens", "last_hidden_state", "ready_heads"])
+def test_ir_promises_what_its_source_does(tmp_path, layout):
+    """The contract of a converted model is that of the ONNX file, with the metadata's figures."""
+    source = write_tiny_model(tmp_path, layout, precision="fp16", ask_for_token_types=True)
+    expected = load_exact(source).contract
+    assert (expected.max_tokens, expected.attention_heads) == (64, None)
+
+    write_ir(source, tmp_path / "model.xml", METADATA)
+    found = load_exact(tmp_path / "model.xml").contract
+
+    assert (found.max_tokens, found.attention_heads) == (60, 4)
+    for field in ("layout", "input_names", "outputs_by_head", "hidden_size", "precision"):
+        assert getattr(found, field) == getattr(expected, field)
+
+
+@needs_openvino
+def test_ir_keeps_metadata_and_names_of_weights(tmp_path):
+    """Any value survives; weights are found under their names with their shapes."""
+    write_ir(write_tiny_model(tmp_path), tmp_path / "model.xml", METADATA)
+    model = import_openvino().Core().read_model(tmp_path / "model.xml")
+
+    description = describe_ir(model)
+
+    assert description.metadata == METADATA
+    (positions,) = (
+        info for name, info in description.initializers.items() if "position_embeddings" in name
+    )
+    assert positions == TensorInfo((66, 16), "float16")
+
+
+@needs_openvino
+def test_ir_without_metadata(tmp_path):
+    """The limit is read from the position table then."""
+    write_ir(write_tiny_model(tmp_path), tmp_path / "model.xml", {})
+    assert load_exact(tmp_path / "model.xml").contract.max_tokens == 64
+
+
+@needs_openvino
+def test_ir_gives_the_vectors_of_its_source(tmp_path):
+    """Weights that float16 holds come through conversion unchanged, external ones as well."""
+    source = write_tiny_model(tmp_path, external_data=True)
+    write_ir(source, tmp_path / "model.xml", {})
+    converted = sentences(load_exact(tmp_path / "model.xml"), 5, 30)
+    assert lowest_cosine(converted, sentences(load_exact(source), 5, 30)) > 0.999999
+
+
+@needs_openvino
+@pytest.mark.parametrize("hidden", [128, 256])
+def test_eight_bit_weights_stay_so_and_compute_right(tmp_path, hidden):
+    """Block-wise 8-bit weights take a byte each in the IR and give ONNX Runtime's vectors."""
+    source = write_tiny_model(tmp_path, hidden=hidden)
+    quantised = write_eight_bit(source, tmp_path / "w8.onnx")
+    exact = sentences(load_on_ort(source, tmp_path), 5, 30)
+    theirs = sentences(load_on_ort(quantised, tmp_path), 5, 30)
+
+    write_ir(quantised, tmp_path / "w8.xml", {})
+
+    matrix_bytes = 3 * hidden * hidden
+    rest_bytes = 2 * (64 + 66) * hidden + 4 * matrix_bytes // 128
+    assert (tmp_path / "w8.bin").stat().st_size < matrix_bytes + rest_bytes + 20_000
+    for graph in (quantised, tmp_path / "w8.xml"):
+        ours = load_exact(graph)
+        assert lowest_cosine(sentences(ours, 5, 30), theirs) > 0.9995
+        assert lowest_cosine(sentences(ours, 5, 30), exact) > 0.9995
+    assert ours.contract.precision == "int8"
+
+
+@needs_openvino
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda xml, weights: xml.write_bytes(xml.read_bytes()[: xml.stat().st_size // 2]),
+        lambda xml, weights: xml.write_text("<net>"),
+        lambda xml, weights: weights.unlink(),
+        lambda xml, weights: weights.write_bytes(weights.read_bytes()[:100]),
+    ],
+    ids=["half a graph", "no graph", "no weights", "few weights"],
+)
+def test_damaged_ir(tmp_path, damage):
+    """An IR whose files are damaged is refused by name."""
+    xml = tmp_path / "model.xml"
+    write_ir(write_tiny_model(tmp_path), xml, {})
+    damage(xml, xml.with_suffix(".bin"))
+    with pytest.raises(CorruptFileError, match=r"model\.xml or a file beside it is damaged"):
+        load_exact(xml)
+
+
+@needs_openvino
+def test_ir_that_cannot_be_written(tmp_path):
+    """The message names both files."""
+    source = write_tiny_model(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelError, match=r"cannot convert .*model\.onnx to .*file/model\.xml"):
+        write_ir(source, tmp_path / "file" / "model.xml", {})
+
+
+@needs_openvino
+@pytest.mark.parametrize(("intra_threads", "streams"), [(1, 1), (2, 1), (1, 2)])
+def test_failed_run_is_told_and_leaves_nothing_behind(tmp_path, intra_threads, streams):
+    """With any number of threads an error is raised, and shapes that ran before run again."""
+    backend = load_openvino_backend(
+        graph_for_texts_of(5, tmp_path / "graph.onnx"),
+        HeadProjections(),
+        OpenVinoSettings(intra_threads, streams, "f32"),
+    )
+    for lengths in ((5,), (5, 5), (5,)):
+        good = pad(texts(*lengths))
+        for _ in range(2):
+            sums = backend.run(good, ["dense_vecs"])["dense_vecs"]
+            np.testing.assert_array_equal(sums, good.ids + 2)
+            with pytest.raises(InferenceError, match=r"shape \(2, 7\)"):
+                backend.run(pad(texts(4, 7)), ["dense_vecs"])
+
+
+@needs_openvino
+def test_model_that_is_gone_when_it_is_needed_again(tmp_path):
+    """After a failed run the model is loaded again; when that fails, the run says so."""
+    graph = graph_for_texts_of(5, tmp_path / "graph.onnx")
+    backend = load_exact(graph)
+    with pytest.raises(InferenceError, match="Add node"):
+        backend.run(pad(texts(7)), ["dense_vecs"])
+    graph.unlink()
+    with pytest.raises(InferenceError, match=r"cannot be loaded again .* no model graph at"):
+        backend.run(pad(texts(5)), ["dense_vecs"])
+
+
+@needs_openvino
+def test_every_option_is_one_that_the_engine_takes(tmp_path):
+    """What is asked for is what the loaded model says of itself."""
+    settings = OpenVinoSettings(1, streams=2, precision_hint="f32", cache_dir=tmp_path / "cache")
+    openvino = import_openvino()
+    compiled = openvino.Core().compile_model(
+        write_tiny_model(tmp_path), "CPU", compile_options(settings, ["FP32"])
+    )
+    expected = {
+        "NUM_STREAMS": 2,
+        "INFERENCE_NUM_THREADS": 2,
+        "ENABLE_CPU_PINNING": False,
+        "INFERENCE_PRECISION_HINT": openvino.Type.f32,
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 128,
+    }
+    assert {name: compiled.get_property(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "capabilities", "expected"),
+    [
+        (None, ["FP32", "INT8", "BF16"], "bf16"),
+        (None, ["FP32", "INT8"], "f32"),
+        ("f32", ["FP32", "BF16"], "f32"),
+    ],
+)
+def test_bf16_is_used_where_the_processor_has_it(asked, capabilities, expected):
+    """Unless a precision is asked for."""
+    options = compile_options(OpenVinoSettings(1, precision_hint=asked), capabilities)
+    assert options["INFERENCE_PRECISION_HINT"] == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("intra_threads", 0), ("streams", 0), ("dynamic_quantization_group_size", -1)],
+)
+def test_settings_that_the_engine_would_take_otherwise(field, value):
+    """Zero threads or streams would let the engine choose."""
+    with pytest.raises(ValueError, match=field):
+        OpenVinoSettings(**{"intra_threads": 1, field: value})
+
+
+def test_missing_package():
+    """The start stops with how to get it."""
+
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    with pytest.raises(ProviderError, match=r"No module named 'openvino'.*bge-m3-server\[openvino"):
+        import_openvino(missing)
+    assert not is_installed(lambda name: None)
+
+
+@needs_openvino
+def test_engine_version_is_that_of_the_package():
+    """With the build, as the engine gives it."""
+    assert engine_version() == importlib.import_module("openvino").get_version()
+
+
+@needs_openvino
+def test_importing_openvino_reports_nothing(tmp_path):
+    """The package's usage reports, and the client id that goes with them, never come about."""
+    code = (
+        "import sys\n"
+        "from bge_m3_server.adapters.openvino.package import import_openvino\n"
+        "import_openvino()\n"
+        "print([name for name, module in sys.modules.items()"
+        " if name.startswith('openvino_telemetry') and module])"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "CI"}
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environment, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout == "[]\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "installed", "architecture", "expected", "reason"),
+    [
+        ("avx2 avx512_vnni", True, "x86_64", True, "the processor has avx512_vnni"),
+        ("avx2 avx_vnni", True, "AMD64", True, "the processor has avx_vnni"),
+        ("avx512_vnni amx_int8", True, "x86_64", True, "the processor has amx_int8"),
+        ("avx2 avx512f", True, "x86_64", False, "has none of amx_int8, avx512_vnni, avx_vnni"),
+        ("avx512_vnni", False, "x86_64", False, "bge-m3-server[openvino]"),
+        ("asimddp i8mm", True, "aarch64", False, "the processor is aarch64, not x86-64"),
+    ],
+)
+def test_openvino_is_preferred_by_a_rule(flags, installed, architecture, expected, reason):
+    """It is the faster engine where the processor multiplies int8 matrices."""
+    preference = prefers_openvino(
+        is_installed=installed, architecture=architecture, cpu_flags=flags.split()
+    )
+    assert preference.is_preferred is expected
+    assert reason in preference.reason
+
+
+def test_processor_flags_are_read_from_the_kernel(tmp_path):
+    """Those of the first processor; none where there is no such file or line."""
+    cpuinfo = tmp_path / "cpuinfo"
+    assert read_cpu_flags(cpuinfo) == frozenset()
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: X\n")
+    assert read_cpu_flags(cpuinfo) == frozenset()
+    cpuinfo.write_text("flags\t\t: fpu avx2\nvmx flags\t: ept\nflags\t\t: other\n")
+    assert read_cpu_flags(cpuinfo) == {"fpu", "avx2"}
