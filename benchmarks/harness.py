@@ -15,6 +15,7 @@ import attrs
 import numpy as np
 from bge_m3_server.app.engine import Engine, EngineSettings
 from bge_m3_server.app.http.application import HttpLimits, create_app
+from bge_m3_server.app.server import keep_for_good
 from bge_m3_server.domain import CostModel, Embedder, NoTelemetry
 from bge_m3_server.domain.testing import FakeBackend, FakeTokenizer
 from bge_m3_server.domain.types import Floats, TokenBatch
@@ -51,6 +52,7 @@ def served_engine(
     app = create_app(engine, HttpLimits(256, 1 << 25), NoTelemetry(), "0", time.monotonic)
     try:
         with serve(app) as address:
+            keep_for_good()
             yield engine, address
     finally:
         backend.released.set()

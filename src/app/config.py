@@ -93,6 +93,7 @@ class Config:
     queue_bytes: int
     result_cache_bytes: int
     request_timeout_ms: int | None
+    read_timeout_seconds: int
     hang_timeout_seconds: int
     shutdown_grace_seconds: int
     drain_timeout_seconds: int
@@ -165,6 +166,7 @@ def load_config(environment: Mapping[str, str], platform: str) -> Config:
         queue_bytes=read.integer("BGE_M3_QUEUE_BYTES", 512 * 1024**2, minimum=1),
         result_cache_bytes=read.integer("BGE_M3_RESULT_CACHE_BYTES", 0),
         request_timeout_ms=read.integer("BGE_M3_REQUEST_TIMEOUT_MS", None, minimum=1),
+        read_timeout_seconds=read.integer("BGE_M3_READ_TIMEOUT_SECS", 30, minimum=1),
         # TensorRT builds an engine inside the first chunk of a shape.
         hang_timeout_seconds=read.integer(
             "BGE_M3_HANG_TIMEOUT_SECS",

@@ -6,7 +6,8 @@ keeps workers and model alive.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import attrs
@@ -15,15 +16,15 @@ from ..domain.budget import require_fits
 from ..domain.cost_model import CostModel
 from ..domain.embedder import distinct, require_heads
 from ..domain.errors import (
-    DeadlineExceededError,
     NotReadyError,
     NoWorkersError,
     RequestTooLargeError,
 )
 from ..domain.ports import Clock, Telemetry
 from ..domain.types import Heads, ModelContract, TokenizedText
-from .admission import Admission, size_bytes
+from .admission import Admission, guessed_tokens, size_bytes
 from .canary import Canary, canary_job
+from .deadline import within
 from .jobs import Job
 from .loading import LoadedModel, ProcessMemory
 from .service import (
@@ -36,7 +37,8 @@ from .service import (
     Tuning,
 )
 from .supervisor import Supervisor, SupervisorSettings
-from .workers import PoolStatus, WorkerPool
+from .worker import PoolStatus
+from .workers import WorkerPool
 
 NON_FINITE_LIMIT = 3
 """So many texts in a row without one finite result mean that the model is broken, not the texts."""
@@ -81,12 +83,14 @@ class Engine:
         self._supervisor = Supervisor(
             self._pool, load_model, settings.supervisor, clock, memory or ProcessMemory()
         )
-        self._admission = Admission(settings.queue_tokens, settings.queue_bytes)
+        self._admission = Admission(
+            settings.queue_tokens, settings.queue_bytes, clock, random.random
+        )
         self._tokenizer_pool = ThreadPoolExecutor(settings.workers, thread_name_prefix="tokenize")
         self._served: tuple[ModelInfo, ModelContract] | None = None
         self._is_draining = False
         self._is_stopped = False
-        self._canary = Canary(self._run_canary, self._is_busy, clock)
+        self._canary = Canary(self._run_canary, self._pool.status, clock)
 
     def load(self) -> None:
         """Load the model, test it, start the workers. Blocks; run it in a thread of its own.
@@ -105,6 +109,10 @@ class Engine:
         """Use newly measured coefficients from the next chunk on; any thread may call this."""
         self._supervisor.set_cost_model(cost_model, tuning)
 
+    def report_in_heartbeat(self, figures: Callable[[], Mapping[str, int]]) -> None:
+        """Log these figures with every heartbeat, too."""
+        self._supervisor.report_in_heartbeat(figures)
+
     def status(self) -> ServiceStatus:
         """The present state, at once."""
         pool = self._pool.status()
@@ -116,6 +124,7 @@ class Engine:
             total_workers=self._settings.workers,
             draining=self._is_draining,
             busy_workers=pool.busy_workers,
+            suspect_workers=pool.suspect_workers,
             replaced_workers=pool.replaced_workers,
             failure=self._failure(pool),
             model=self._served[0] if self._served else None,
@@ -154,26 +163,20 @@ class Engine:
         info, contract = self._require_ready()
         require_heads(contract, heads)
         pool = self._pool.status()
-        needed_bytes = size_bytes(texts, heads, info)
+        needed_bytes, about_tokens = size_bytes(texts, heads, info), guessed_tokens(texts, info)
         timeout = timeout_seconds or self._settings.request_timeout_seconds
         deadline = None if timeout is None else self._clock() + timeout
-        with self._admission.hold(needed_bytes, pool.waiting_tokens, pool.tokens_per_second):
-            try:
-                async with asyncio.timeout(timeout) as scope:
-                    return await self._embed(texts, heads, deadline)
-            except TimeoutError:
-                if not scope.expired():
-                    raise
-                raise DeadlineExceededError(
-                    f"the request was not finished within {timeout:g} s; send fewer texts per "
-                    "request, or allow more time with x-request-timeout-ms"
-                ) from None
+        with self._admission.hold(
+            needed_bytes, about_tokens, pool.waiting_tokens, pool.tokens_per_second
+        ):
+            async with within(timeout):
+                return await self._embed(texts, heads, about_tokens, deadline)
 
     async def canary(self) -> CanaryReport:
         """Run a few tokens before all waiting work; a recent report is given again.
 
-        An idle model is not woken up for it, and workers that are all at work within their
-        expected time are healthy.
+        An idle model is not woken up for it. Workers that are all at work are healthy, unless all
+        take far longer than expected.
 
         Raises:
             UnavailableError: not ready, or no worker is alive.
@@ -209,13 +212,16 @@ class Engine:
             raise NoWorkersError("no workers available")
         return self._served
 
-    async def _embed(self, texts: Sequence[str], heads: Heads, deadline: float | None) -> JobResult:
-        model = self._supervisor.model
-        if model is None:
-            # One future for all who wait: nobody who leaves may cancel it.
-            model = await asyncio.shield(asyncio.wrap_future(self._supervisor.want_model()))
-        started = self._clock()
-        tokenized = await self._tokenize(texts, model)
+    async def _embed(
+        self, texts: Sequence[str], heads: Heads, about_tokens: int, deadline: float | None
+    ) -> JobResult:
+        with self._admission.arriving(about_tokens):
+            model = self._supervisor.model
+            if model is None:
+                # One future for all who wait: nobody who leaves may cancel it.
+                model = await asyncio.shield(asyncio.wrap_future(self._supervisor.want_model()))
+            started = self._clock()
+            tokenized = await self._tokenize(texts, model)
         tokenize_seconds = self._clock() - started
         places, texts_once = distinct(tokenized)
         pool = self._pool.status()
@@ -253,10 +259,6 @@ class Engine:
                 canary_job, model.tokenizer, model.info.heads, self._clock
             )
             await self._run(job)
-
-    def _is_busy(self) -> bool:
-        pool = self._pool.status()
-        return 0 < pool.live_workers == pool.busy_workers
 
 
 def require_room(lengths: Sequence[int], tuning: Tuning) -> None:

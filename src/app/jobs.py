@@ -137,23 +137,3 @@ def blame(task: Task, error: Exception) -> InferenceError:
     index = job.input_of(own_index)
     known = error if isinstance(error, BgeM3Error) else f"unexpected {type(error).__name__}"
     return InferenceError(f"input[{index}]: the engine failed: {known}", index=index)
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether `error`, or what caused it, says that an allocation failed."""
-    while error is not None:
-        text = str(error).lower()
-        if isinstance(error, MemoryError) or any(sign in text for sign in _OUT_OF_MEMORY_SIGNS):
-            return True
-        error = error.__cause__
-    return False
-
-
-_OUT_OF_MEMORY_SIGNS = (
-    "out of memory",
-    "bad_alloc",
-    "failed to allocate",
-    "bfcarena::allocaterawinternal",
-    "cuda_error_out_of_memory",
-)
-"""What ONNX Runtime, OpenVINO, CUDA and the C++ library say."""

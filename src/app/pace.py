@@ -1,5 +1,7 @@
 """How fast chunks have run lately, and what follows from it."""
 
+import math
+
 import attrs
 
 from ..domain.scheduling import EFFICIENT_POSITIONS
@@ -12,9 +14,18 @@ TOP_UP_SECONDS = 0.1
 """So long may short requests be held up by a long one that has had its share."""
 
 _WEIGHT = 0.2
+_SUSPICION = 3
+_LEAST_SUSPECT_SECONDS = 1.0
+"""A chunk that takes so many times as long as expected, and so long at all, may hang. One of
+`MAX_CHUNK_SECONDS` is suspect within two seconds."""
+
 _PATIENCE = 20
-"""A chunk that takes so many times as long as expected hangs. Attention makes one of 8192 tokens
-about twice as slow per token as a short one; the rest is room for a busy machine."""
+"""A chunk that takes so many times as long as expected hangs; most of it is room for a machine
+that others keep busy."""
+
+_ATTENTION_TOKENS = 6 * 1024
+"""A text of so many tokens takes twice as long per token as a short one. Per token and layer the
+weights cost 24 h² operations and attention to n tokens 4 h n; BGE-M3's h is 1024."""
 
 
 @attrs.frozen
@@ -62,10 +73,19 @@ class Pace:
             return EFFICIENT_POSITIONS
         return max(int(TOP_UP_SECONDS / self.seconds_per_position), EFFICIENT_POSITIONS)
 
+    def suspect_seconds(self, task: Task) -> float:
+        """From then on a chunk that has not ended may hang; never, until something was measured."""
+        if self.seconds_per_position is None:
+            return math.inf
+        return max(_LEAST_SUSPECT_SECONDS, _SUSPICION * self._expected_seconds(task))
+
     def hang_seconds(self, task: Task, minimum: float) -> float:
         """From then on a chunk that has not ended is taken for hanging."""
-        expected = task.positions * (self.seconds_per_position or 0.0)
-        return max(minimum, _PATIENCE * expected)
+        return max(minimum, _PATIENCE * self._expected_seconds(task))
+
+    def _expected_seconds(self, task: Task) -> float:
+        attention = 1 + task.max_tokens / _ATTENTION_TOKENS
+        return attention * task.positions * (self.seconds_per_position or 0.0)
 
 
 def _moved(average: float | None, value: float) -> float:

@@ -1,8 +1,9 @@
-"""Texts that were embedded before are not embedded again."""
+"""Texts that were embedded before, or are being embedded, are not embedded again."""
 
+import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from ..domain.errors import InferenceError
 from ..domain.statistics import LengthStats
 from ..domain.types import Embedding, Heads
+from .deadline import within
 from .service import (
     CacheStatus,
     CanaryReport,
@@ -30,51 +32,103 @@ _ENTRY_BYTES = 600
 class CachedService:
     """An `EmbeddingService` in front of another one; belongs to one event loop.
 
-    What was used longest ago goes first when `limit_bytes` are full.
+    What was used longest ago goes first when `limit_bytes` are full. A text that another request
+    is waiting for is not computed again: both wait for the same result. `request_timeout_seconds`
+    is the deadline of requests that bring none.
     """
 
-    def __init__(self, service: EmbeddingService, limit_bytes: int) -> None:
+    def __init__(
+        self,
+        service: EmbeddingService,
+        limit_bytes: int,
+        request_timeout_seconds: float | None = None,
+    ) -> None:
         self._service = service
         self._limit_bytes = limit_bytes
+        self._request_timeout_seconds = request_timeout_seconds
         self._held_bytes = 0
         self._hits = 0
         self._misses = 0
         self._entries: OrderedDict[_Key, Embedding] = OrderedDict()
+        self._pending: dict[_Key, asyncio.Future[Embedding]] = {}
 
     async def embed(
         self, texts: Sequence[str], heads: Heads, *, timeout_seconds: float | None = None
     ) -> JobResult:
-        """As the service behind; only texts that are not in the cache reach it.
+        """As the service behind; only texts that are neither kept nor under way reach it.
 
         Raises:
             UnavailableError, InvalidInputError, InferenceError: as the service behind.
         """
+        timeout = timeout_seconds or self._request_timeout_seconds
         model = self._service.status().model
         if model is None:
-            return await self._service.embed(texts, heads, timeout_seconds=timeout_seconds)
-        keys = [_key(model.model_id, heads, text) for text in texts]
-        found = {i: entry for i, key in enumerate(keys) if (entry := self._find(key))}
-        missing = [index for index in range(len(texts)) if index not in found]
-        self._hits += len(found)
-        self._misses += len(missing)
-        report = JobReport(0, 0, LengthStats(), 0.0, 0.0, 0.0)
-        if missing:
-            try:
-                result = await self._service.embed(
-                    [texts[index] for index in missing], heads, timeout_seconds=timeout_seconds
-                )
-            except InferenceError as error:
-                if error.index is None:
-                    raise
-                # The service behind counts only the texts that it was given.
-                raise type(error)(str(error), index=missing[error.index]) from error
-            report = result.report
-            for index, embedding in zip(missing, result.embeddings, strict=True):
-                found[index] = embedding
-                self._keep(keys[index], embedding)
-        embeddings = [found[index] for index in range(len(texts))]
+            return await self._service.embed(texts, heads, timeout_seconds=timeout)
+        request = _Request(texts, heads, timeout, [_key(model.model_id, heads, t) for t in texts])
+        async with within(timeout):
+            report = await self._answer(request)
+        embeddings = [request.found[index] for index in range(len(texts))]
         lengths = LengthStats.of([embedding.token_count for embedding in embeddings])
         return JobResult(embeddings, attrs.evolve(report, lengths=lengths))
+
+    async def _answer(self, request: "_Request") -> JobReport:
+        """Find, compute or wait for every text."""
+        missing, shared = [], {}
+        for index, key in enumerate(request.keys):
+            if (entry := self._find(key)) is not None:
+                request.found[index] = entry
+            elif key in self._pending:
+                shared[index] = self._pending[key]
+            else:
+                missing.append(index)
+                self._pending[key] = asyncio.get_running_loop().create_future()
+        report = JobReport(0, 0, LengthStats(), 0.0, 0.0, 0.0)
+        try:
+            if missing:
+                report = await self._compute(request, missing)
+        finally:
+            for index in missing:
+                self._pending.pop(request.keys[index]).cancel()
+        abandoned = []
+        for index, result in shared.items():
+            await asyncio.wait({result})  # whoever leaves here does not end it for others
+            if result.cancelled():  # the request that computed it has left, or was refused
+                abandoned.append(index)
+                continue
+            try:
+                request.found[index] = result.result()
+            except InferenceError as error:
+                raise type(error)(str(error), index=index) from error
+        self._hits += len(request.keys) - len(missing) - len(abandoned)
+        return await self._compute(request, abandoned) if abandoned else report
+
+    async def _compute(self, request: "_Request", indices: Sequence[int]) -> JobReport:
+        """Embed some of the texts, keep them, and tell those who wait for them."""
+        self._misses += len(indices)
+        try:
+            result = await self._service.embed(
+                [request.texts[index] for index in indices],
+                request.heads,
+                timeout_seconds=request.timeout_seconds,
+            )
+        except InferenceError as error:
+            if error.index is None:
+                raise
+            # The service behind counts only the texts that it was given.
+            guilty = indices[error.index]
+            known = type(error)(str(error), index=guilty)
+            pending = self._pending.get(request.keys[guilty])
+            if pending is not None and not pending.done():
+                pending.set_exception(known)
+                pending.exception()  # it is no news where nobody else waits
+            raise known from error
+        for index, embedding in zip(indices, result.embeddings, strict=True):
+            request.found[index] = embedding
+            self._keep(request.keys[index], embedding)
+            pending = self._pending.get(request.keys[index])
+            if pending is not None and not pending.done():
+                pending.set_result(embedding)
+        return result.report
 
     async def canary(self) -> CanaryReport:
         """As the service behind: a canary that is not computed would tell nothing.
@@ -88,6 +142,14 @@ class CachedService:
         """That of the service behind, with the cache's figures."""
         cache = CacheStatus(self._hits, self._misses, self._held_bytes, self._limit_bytes)
         return attrs.evolve(self._service.status(), cache=cache)
+
+    def figures(self) -> Mapping[str, int]:
+        """For the heartbeat: totals since the start."""
+        return {
+            "cache_hits": self._hits,
+            "cache_misses": self._misses,
+            "cache_bytes": self._held_bytes,
+        }
 
     def _find(self, key: _Key) -> Embedding | None:
         entry = self._entries.get(key)
@@ -106,6 +168,15 @@ class CachedService:
     def _drop(self, key: _Key) -> None:
         if (entry := self._entries.pop(key, None)) is not None:
             self._held_bytes -= _size_bytes(entry)
+
+
+@attrs.frozen
+class _Request:
+    texts: Sequence[str]
+    heads: Heads
+    timeout_seconds: float | None
+    keys: Sequence[_Key]
+    found: dict[int, Embedding] = attrs.field(factory=dict)
 
 
 def _key(model_id: str, heads: Heads, text: str) -> _Key:

@@ -1,6 +1,7 @@
 """From a wired container to a process that answers requests and stops cleanly."""
 
 import asyncio
+import gc
 import logging
 import os
 import platform
@@ -19,7 +20,7 @@ from ..domain.errors import ConfigError, ModelError
 from .config import Config
 from .container import Container
 from .engine import Engine
-from .http.protocol import EnvelopeProtocol
+from .http.protocol import envelope_protocol
 from .tuning import Tuner
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ def serve(config: Config, container: Container) -> int:
             log_config=None,
             access_log=False,
             server_header=False,
-            http=EnvelopeProtocol,
+            http=envelope_protocol(config.read_timeout_seconds),
             ws="none",
         ),
         engine,
@@ -149,6 +150,7 @@ class DrainingServer(uvicorn.Server):
 
     async def main_loop(self) -> None:
         """Wait for the end; only from here on does uvicorn stop as it should when told to."""
+        keep_for_good()
         self.on_listening()
         await super().main_loop()
 
@@ -207,6 +209,16 @@ class DrainingServer(uvicorn.Server):
         last_resort = threading.Timer(LAST_RESORT_SECONDS, os._exit, [EXIT_CUT_SHORT])
         last_resort.daemon = True
         last_resort.start()
+
+
+def keep_for_good() -> None:
+    """Let the garbage collector leave alone what is there now: code, routes, schemas.
+
+    To look through it takes 35 to 120 ms, several times in every thousand requests, and nothing
+    is answered meanwhile. The model comes later, so that an idle one can go.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _load(engine: Engine, tuner: Tuner, config: Config) -> None:

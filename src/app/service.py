@@ -130,6 +130,7 @@ class ServiceStatus:
 
     `draining`: work is still taken, but nothing new should be sent: the server is about to stop.
     `busy_workers`: workers that run a chunk.
+    `suspect_workers`: busy ones whose chunk takes so much longer than expected that they may hang.
     `replaced_workers`: workers that died or hung and were replaced since the start.
     `failure`: why the answers cannot be trusted at present; None when all is well.
     `model`, `tuning` and `queue` are None while the model is loading for the first time, `cache`
@@ -142,6 +143,7 @@ class ServiceStatus:
     total_workers: int
     draining: bool = False
     busy_workers: int = 0
+    suspect_workers: int = 0
     replaced_workers: int = 0
     failure: str | None = None
     model: ModelInfo | None = None

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 
 import attrs
@@ -17,12 +17,17 @@ from .jobs import Job
 from .loading import LoadedModel, ProcessMemory, close, load_tested
 from .pace import Passed
 from .service import ProbeStatus, Tuning
-from .workers import PoolStatus, WorkerPool
+from .worker import PoolStatus
+from .workers import WorkerPool
 
 logger = logging.getLogger(__name__)
 
 FAILURE_LIMIT = 5
 """So many failed chunks in a row raise the question whether the model works at all."""
+
+TRIM_AFTER_SECONDS = 1.0
+"""After so long without work the allocator gives back what it keeps: freed by many threads, in
+pieces of many sizes, it came to two thirds of a small process."""
 
 RELOAD_LIMIT = 3
 RELOAD_WINDOW_SECONDS = 600.0
@@ -64,6 +69,8 @@ class Supervisor:
         self._trial: tuple[int, Job] | None = None
         self._reloads: deque[float] = deque()
         self._beat_at = clock()
+        self._trimmed_after: float | None = None
+        self._more_figures: list[Callable[[], Mapping[str, int]]] = []
         self._passed = Passed()
         self._wake = threading.Event()
         self._is_stopping = False
@@ -93,6 +100,10 @@ class Supervisor:
     def trouble(self) -> str | None:
         """Why nothing is answered at present; requests wait, unless it is a `failure`."""
         return self._failure or self._trouble
+
+    def report_in_heartbeat(self, figures: Callable[[], Mapping[str, int]]) -> None:
+        """Log these figures with every heartbeat, too."""
+        self._more_figures.append(figures)
 
     def start(self) -> None:
         """Load the model and let the workers start. Blocks.
@@ -148,6 +159,7 @@ class Supervisor:
         elif self._is_idle(status):
             self._unload()
             logger.info("Unloaded the model after idle timeout")
+        self._trim(status)
         self._beat(status)
 
     def _has_failed(self, status: PoolStatus) -> bool:
@@ -222,6 +234,15 @@ class Supervisor:
         with self._lock, contextlib.suppress(InvalidStateError):
             self._next_model.set_exception(error)
 
+    def _trim(self, status: PoolStatus) -> None:
+        """Once after each spell of work."""
+        since = status.idle_since
+        if since is None or since == self._trimmed_after:
+            return
+        if self._clock() - since >= TRIM_AFTER_SECONDS:
+            self._memory.trim()
+            self._trimmed_after = since
+
     def _is_idle(self, status: PoolStatus) -> bool:
         timeout = self._settings.idle_timeout_seconds
         if not timeout or status.idle_since is None or self._is_probing():
@@ -245,6 +266,7 @@ class Supervisor:
             "live_workers": status.live_workers,
             "loaded_workers": status.live_workers if self._model else 0,
             "busy_workers": status.busy_workers,
+            "suspect_workers": status.suspect_workers,
             "replaced_workers": status.replaced_workers,
             "queue_depth": status.waiting_texts,
             "queue_tokens": status.waiting_tokens,
@@ -256,4 +278,6 @@ class Supervisor:
             "padding_pct": round(100 * (1 - tokens / positions), 1) if positions else 0.0,
             "busy_seconds": round(self._passed.seconds - before.seconds, 3),
         }
+        for figures in self._more_figures:
+            fields |= figures()
         logger.info("heartbeat", extra={"fields": fields})

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import attrs
 
 from ..domain.cost_model import CostModel
-from ..domain.errors import BgeM3Error, NonFiniteOutputError
+from ..domain.errors import BgeM3Error, NonFiniteOutputError, OutOfMemoryError
 from ..domain.padding import GPU_PADDING, PaddingRule
 from ..domain.ports import Clock
 from ..domain.scheduling import Scheduler
 from ..domain.types import Embedding
-from .jobs import Job, Task, after_failure, blame, is_out_of_memory
+from .jobs import Job, Task, after_failure, blame
 from .pace import Pace
 
 MAX_BUDGET_HALVINGS = 4
@@ -123,7 +123,7 @@ class WorkQueue:
 
     def failed(self, task: Task, error: Exception, worker: int) -> None:
         """Give the texts of a failed pass another chance, or the guilty one its error."""
-        is_memory = is_out_of_memory(error)
+        is_memory = isinstance(error, OutOfMemoryError | MemoryError)
         if not is_memory:
             self.failures_in_a_row += 1
         elif self._halvings < MAX_BUDGET_HALVINGS:

@@ -3,8 +3,6 @@
 import logging
 import threading
 
-import attrs
-
 from ..domain.cost_model import CostModel
 from ..domain.embedder import embed_chunk
 from ..domain.errors import (
@@ -17,43 +15,10 @@ from ..domain.ports import Clock, InferenceBackend, Telemetry
 from ..domain.types import Embedding
 from .jobs import Job, Task
 from .loading import LoadedModel
-from .pace import Passed
 from .work_queue import WorkQueue
+from .worker import PoolStatus, Worker
 
 logger = logging.getLogger(__name__)
-
-
-@attrs.define(eq=False)
-class _Worker:
-    """A thread and what it runs; once `is_retired`, nobody listens to it any more.
-
-    `place` chooses the backend and is inherited by a replacement; `serial` is its own.
-    """
-
-    place: int
-    serial: int
-    thread: threading.Thread = attrs.field(init=False)
-    task: Task | None = None
-    started_at: float = 0.0
-    hang_seconds: float = 0.0
-    is_retired: bool = False
-
-
-@attrs.frozen
-class PoolStatus:
-    """A snapshot. `idle_since`: when the last request ended; None while there is work."""
-
-    live_workers: int
-    busy_workers: int
-    replaced_workers: int
-    waiting_texts: int
-    waiting_tokens: int
-    tokens_per_second: float | None
-    failures_in_a_row: int
-    non_finite_in_a_row: int
-    idle_since: float | None
-    has_work: bool
-    passed: Passed
 
 
 class WorkerPool:
@@ -68,7 +33,7 @@ class WorkerPool:
         self._clock = clock
         self._changed = threading.Condition()
         self._queue = WorkQueue(clock)
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
         self._started = 0
         self._replaced = 0
         self._model: LoadedModel | None = None
@@ -126,10 +91,11 @@ class WorkerPool:
         """The present state, at once."""
         with self._changed:
             queue, live = self._queue, len(self._workers)
-            pace = queue.pace.seconds_per_token
+            pace, now = queue.pace.seconds_per_token, self._clock()
             return PoolStatus(
                 live_workers=live,
                 busy_workers=live - self._free_workers(),
+                suspect_workers=sum(worker.is_suspect(now) for worker in self._workers),
                 replaced_workers=self._replaced,
                 waiting_texts=queue.scheduler.waiting_texts,
                 waiting_tokens=queue.scheduler.waiting_tokens,
@@ -145,16 +111,13 @@ class WorkerPool:
         """Give up on workers whose chunk takes far too long, and start others in their place."""
         with self._changed:
             now = self._clock()
-            for worker in list(self._workers):
-                ran_for = now - worker.started_at
-                if worker.task is None or ran_for <= worker.hang_seconds:
-                    continue
+            for worker in [worker for worker in self._workers if worker.is_hung(now)]:
+                seconds = round(now - worker.started_at, 3)
                 logger.error(
                     "worker hangs and is replaced",
-                    extra={"fields": {"worker": worker.place, "seconds": round(ran_for, 3)}},
+                    extra={"fields": {"worker": worker.place, "seconds": seconds}},
                 )
-                error = InferenceError(f"no answer within {worker.hang_seconds:.3g} s")
-                self._lose(worker, error)
+                self._lose(worker, InferenceError(f"no answer within {worker.hang_seconds:.3g} s"))
 
     def drain(self) -> None:
         """Let the workers finish what is queued, then end."""
@@ -185,7 +148,7 @@ class WorkerPool:
     def _start_missing(self) -> None:
         taken = {worker.place for worker in self._workers}
         for place in set(range(self._size)) - taken:
-            worker = _Worker(place, self._started)
+            worker = Worker(place, self._started)
             worker.thread = threading.Thread(
                 target=self._work, args=(worker,), name=f"worker-{place}", daemon=True
             )
@@ -193,7 +156,7 @@ class WorkerPool:
             self._workers.append(worker)
             worker.thread.start()
 
-    def _work(self, worker: _Worker) -> None:
+    def _work(self, worker: Worker) -> None:
         try:
             while self._run_next(worker):
                 pass
@@ -203,7 +166,7 @@ class WorkerPool:
                 if not worker.is_retired:
                     self._lose(worker, InferenceError("the worker died"))
 
-    def _run_next(self, worker: _Worker) -> bool:
+    def _run_next(self, worker: Worker) -> bool:
         """Wait for a chunk and run it; False when the worker shall end."""
         taken = self._take(worker)
         if taken is None:
@@ -219,7 +182,7 @@ class WorkerPool:
             self._finish(worker, task, outcomes)
         return True
 
-    def _take(self, worker: _Worker) -> tuple[Task, InferenceBackend] | None:
+    def _take(self, worker: Worker) -> tuple[Task, InferenceBackend] | None:
         """Wait for the next chunk; None when the worker shall end."""
         with self._changed:
             while not worker.is_retired:
@@ -242,7 +205,7 @@ class WorkerPool:
     def _can_begin(self) -> bool:
         return self._model is not None and not self._is_making_room
 
-    def _wait_for_room(self, worker: _Worker, task: Task) -> None:
+    def _wait_for_room(self, worker: Worker, task: Task) -> None:
         """Until what runs leaves room for `task`; meanwhile nothing else begins."""
         if self._has_room(task):
             return
@@ -262,22 +225,17 @@ class WorkerPool:
             return True
         return sum(running) + task.estimated_bytes <= total_bytes
 
-    def _begin(self, worker: _Worker, task: Task) -> Task:
-        worker.task = task
-        worker.started_at = self._clock()
-        worker.hang_seconds = self._queue.pace.hang_seconds(task, self._hang_seconds)
-        for job in task.jobs:
-            waited = worker.started_at - job.submitted_at
-            job.queue_wait_seconds = max(job.queue_wait_seconds, waited)
+    def _begin(self, worker: Worker, task: Task) -> Task:
+        worker.begin(task, self._clock(), self._queue.pace, self._hang_seconds)
         if self._queue.has_retries:  # kept from a worker that is now the only free one
             self._changed.notify_all()
         return task
 
-    def _backend(self, worker: _Worker, model: LoadedModel) -> InferenceBackend:
+    def _backend(self, worker: Worker, model: LoadedModel) -> InferenceBackend:
         return model.backends[worker.place % len(model.backends)]
 
     def _finish(
-        self, worker: _Worker, task: Task, outcomes: list[Embedding | NonFiniteOutputError]
+        self, worker: Worker, task: Task, outcomes: list[Embedding | NonFiniteOutputError]
     ) -> None:
         with self._changed:
             if not worker.is_retired:
@@ -286,7 +244,7 @@ class WorkerPool:
                 if self._is_making_room:
                     self._changed.notify_all()
 
-    def _fail(self, worker: _Worker, task: Task, error: Exception) -> None:
+    def _fail(self, worker: Worker, task: Task, error: Exception) -> None:
         logger.error(
             "a chunk failed",
             exc_info=error,
@@ -305,7 +263,7 @@ class WorkerPool:
                 self._queue.failed(task, error, worker.serial)
                 self._changed.notify_all()
 
-    def _lose(self, worker: _Worker, error: InferenceError) -> None:
+    def _lose(self, worker: Worker, error: InferenceError) -> None:
         """Retire a worker, save its chunk, and put another one in its place."""
         task, worker.task, worker.is_retired = worker.task, None, True
         self._workers.remove(worker)

@@ -21,7 +21,8 @@
     │   ├── QueueFullError            too much work is waiting
     │   └── DeadlineExceededError     the work was not done within the time that the caller set
     └── InferenceError                the engine failed on work that was valid
-        └── NonFiniteOutputError      a text's output holds NaN or infinity
+        ├── NonFiniteOutputError      a text's output holds NaN or infinity
+        └── OutOfMemoryError          there was not enough memory for a forward pass
 
 Messages name the value, the limit and the way out. A door translates the class into its own wire
 shape; only `InvalidInputError` and `UnavailableError` messages are meant for callers.
@@ -139,3 +140,7 @@ class InferenceError(BgeM3Error):
 
 class NonFiniteOutputError(InferenceError):
     """A text's output holds NaN or infinity."""
+
+
+class OutOfMemoryError(InferenceError):
+    """There was not enough memory for a forward pass; a smaller one may succeed."""

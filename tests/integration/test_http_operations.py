@@ -104,9 +104,13 @@ def test_ready(http, service, state, reason):
 
 def test_health_shows_queue_and_workers(http, service):
     """An operator sees how much waits, against which bound, and who works."""
-    service.state = attrs.evolve(OK, queue=QUEUE, busy_workers=1, replaced_workers=4)
+    service.state = attrs.evolve(
+        OK, queue=QUEUE, busy_workers=2, suspect_workers=1, replaced_workers=4
+    )
     report = http.get("/health").json()
-    assert report["workers"] == {"live": 2, "total": 2, "busy": 1, "replaced": 4}
+    assert report["status"] == "warn"
+    assert report["reason"] == "1 of 2 workers take far longer than expected"
+    assert report["workers"] == {"live": 2, "total": 2, "busy": 2, "suspect": 1, "replaced": 4}
     assert report["queue"] == attrs.asdict(QUEUE)
 
 
@@ -117,6 +121,35 @@ def test_health_while_draining(http, service):
     assert (answer.status_code, answer.json()["status"]) == (503, "fail")
     assert answer.json()["reason"] == "the server is stopping"
     assert embed(http).status_code == 200
+
+
+@pytest.mark.parametrize("state", [LOADING, DRAINING, attrs.evolve(IDLE, draining=True)])
+@pytest.mark.parametrize("path", ["/ready", "/health", "/health/deep"])
+def test_a_passing_503_says_when_to_ask_again(http, service, state, path):
+    """While the server loads or stops every probe is a 503 with a time, whatever the model does."""
+    service.state = state
+    service.failure = NotReadyError("model not ready") if state is LOADING else None
+    answer = http.get(path)
+    assert answer.status_code == 503
+    assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("5", "5000")
+    assert answer.json()["status"] in {"loading", "fail", "not ready"}
+
+
+@pytest.mark.parametrize("seconds", [None, 10.0])
+def test_a_request_that_comes_too_soon_or_too_late_says_when_to_try_again(http, service, seconds):
+    """Loading and stopping pass."""
+    service.failure = NotReadyError("model not ready", retry_after_seconds=seconds)
+    answer = embed(http)
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == str(int(seconds or 5))
+
+
+def test_a_server_that_has_given_up_names_no_time(http, service):
+    """Nothing will be better in five seconds."""
+    service.state = FAIL
+    assert http.get("/health").status_code == 503
+    assert "retry-after" not in http.get("/health").headers
+    assert "retry-after" not in embed(http).headers
 
 
 def test_deep_health_reports_the_canary(http, service):

@@ -392,6 +392,20 @@ def test_a_hub_that_is_down_is_a_download_error(fetch):
 
     assert outcome["error"] == "DownloadError"
     assert "http://127.0.0.1:9" in outcome["message"]
+    assert outcome["log"].count("trying again") == 2
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["junk", "ftp://hub", "http://", "http://a b", "http://h.invalid"],
+)
+def test_an_endpoint_that_cannot_exist_is_refused_at_once(fetch, endpoint):
+    """What no second attempt would mend is not tried again."""
+    outcome = fetch(environment={"HF_ENDPOINT": endpoint})
+
+    assert outcome["error"] == "DownloadError"
+    assert endpoint in outcome["message"]
+    assert "trying again" not in outcome["log"]
 
 
 def test_a_fetched_directory_serves_without_a_network(fetch, hub, tmp_path, repositories):

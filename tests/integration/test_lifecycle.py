@@ -100,28 +100,41 @@ def request_bytes(body, length=None):
     )
 
 
-def test_clients_that_do_not_finish_do_not_keep_the_server_from_stopping(preview):
-    """Half a request gets a 503 in the usual shape; an answer that nobody reads is cut off."""
-    settings = {**preview, "BGE_M3_DRAIN_TIMEOUT_SECS": "1"}
-    with running_server(settings) as server:
-        host, port = server.url.removeprefix("http://").split(":")
-        with (
-            socket.create_connection((host, int(port)), timeout=30) as half,
-            socket.socket() as deaf,
-        ):
-            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            deaf.connect((host, int(port)))
-            deaf.sendall(request_bytes(json.dumps({"input": ["a"] * 256}).encode()) * 12)
-            half.sendall(request_bytes(b'{"input":', length=500))
-            server.wait_for_log("embedding request complete")
-            server.process.send_signal(signal.SIGTERM)
+def address_of(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    return host, int(port)
 
-            answer = b"".join(iter(lambda: half.recv(65536), b""))
-            head, _, body = answer.partition(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 503")
-            assert b"x-request-id: " in head
-            assert json.loads(body)["error"]["message"] == "the server is stopping"
-            assert server.process.wait(timeout=30) == 3
+
+def test_half_a_request_does_not_keep_the_server_from_stopping(preview):
+    """It was never accepted: it gets a 503 in the usual shape, and the stop is a success."""
+    with (
+        running_server(preview) as server,
+        socket.create_connection(address_of(server), timeout=30) as half,
+    ):
+        half.sendall(request_bytes(b'{"input":', length=500))
+        httpx.get(f"{server.url}/health")  # the loop has taken the half in
+        server.process.send_signal(signal.SIGTERM)
+
+        answer = b"".join(iter(lambda: half.recv(65536), b""))
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503")
+        assert b"x-request-id: " in head
+        assert b"retry-after: 5" in head
+        assert json.loads(body)["error"]["message"] == "the server is stopping"
+        assert server.process.wait(timeout=30) == 0
+
+
+def test_an_answer_that_nobody_reads_does_not_keep_the_server_from_stopping(preview):
+    """It is cut off, and the exit code tells."""
+    settings = {**preview, "BGE_M3_DRAIN_TIMEOUT_SECS": "1"}
+    with running_server(settings) as server, socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(address_of(server))
+        deaf.sendall(request_bytes(json.dumps({"input": ["a"] * 256}).encode()) * 12)
+        server.wait_for_log("embedding request complete")
+        server.process.send_signal(signal.SIGTERM)
+
+        assert server.process.wait(timeout=30) == 3
 
 
 def test_a_client_that_closes_its_socket_frees_the_queue(preview):

@@ -16,7 +16,10 @@ def test_every_answer_under_load_belongs_to_its_text():
 
 
 def test_a_thousand_clients_at_once_get_an_answer_each():
-    """A full queue answers 429 with the time to come back, and never grows beyond its bound."""
+    """A full queue answers 429 with the time to come back, and never grows beyond its bound.
+
+    Meanwhile `/live` answers on new connections.
+    """
     report = stampede.run(clients=1000)
 
     assert set(report.answers) == {200, 429}
@@ -24,3 +27,4 @@ def test_a_thousand_clients_at_once_get_an_answer_each():
     assert report.resets == 0
     assert report.hints_missing == 0
     assert report.largest_queue_tokens <= stampede.QUEUE_TOKENS
+    assert report.live_answers > 1

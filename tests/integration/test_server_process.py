@@ -127,7 +127,7 @@ def test_health_reports_workers_and_tuning(server):
     health = httpx.get(f"{server.url}/health").json()
 
     assert health["status"] == "ok"
-    assert health["workers"] == {"live": 2, "total": 2, "busy": 0, "replaced": 0}
+    assert health["workers"] == {"live": 2, "total": 2, "busy": 0, "suspect": 0, "replaced": 0}
     assert health["queue"]["waiting_tokens"] == 0
     assert health["max_seq_length"] == 512
     assert health["tuning"]["probe_status"] == "disabled"

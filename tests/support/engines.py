@@ -1,5 +1,6 @@
 """An `Engine` over the domain's fakes."""
 
+import asyncio
 import contextlib
 import threading
 import time
@@ -68,3 +69,15 @@ class GatedBackend(FakeBackend):
             self.waiting.release()
             assert self.gate.wait(timeout=30)
         return FakeBackend.run(self, batch, outputs)
+
+
+async def until(condition, timeout_seconds=10):
+    """Wait for what another task or thread does."""
+    async with asyncio.timeout(timeout_seconds):
+        while not condition():  # noqa: ASYNC110  a thread tells nobody
+            await asyncio.sleep(0.002)
+
+
+def numbered(count, tokens):
+    """Texts of so many tokens each, no two of them the same."""
+    return [f"{number} " + "word " * (tokens - 3) for number in range(count)]

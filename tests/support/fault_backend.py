@@ -7,7 +7,7 @@ from collections import deque
 
 import attrs
 import numpy as np
-from bge_m3_server.domain.errors import InferenceError
+from bge_m3_server.domain.errors import InferenceError, OutOfMemoryError
 from bge_m3_server.domain.testing import FakeBackend
 
 
@@ -56,7 +56,7 @@ class FaultBackend(FakeBackend):
             case Fault.HANG:
                 self.released.wait(timeout=60)
             case Fault.OUT_OF_MEMORY:
-                raise InferenceError("injected: Failed to allocate memory for requested buffer")
+                raise OutOfMemoryError("injected: memory ran out")
         answer = FakeBackend.run(self, batch, outputs)
         if fault is Fault.NON_FINITE:
             return {name: np.full_like(values, np.nan) for name, values in answer.items()}

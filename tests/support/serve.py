@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 import uvicorn
-from bge_m3_server.app.http.protocol import EnvelopeProtocol
+from bge_m3_server.app.http.protocol import READ_TIMEOUT_SECONDS, envelope_protocol
 
 
 @attrs.frozen
@@ -42,7 +42,7 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.contextmanager
-def serve(app: Any) -> Iterator[Address]:
+def serve(app: Any, read_timeout_seconds: float = READ_TIMEOUT_SECONDS) -> Iterator[Address]:
     """Run `app` under uvicorn on a free loopback port until the block ends."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = _Server(
@@ -51,7 +51,7 @@ def serve(app: Any) -> Iterator[Address]:
             log_config=None,
             access_log=False,
             ws="none",
-            http=EnvelopeProtocol,
+            http=envelope_protocol(read_timeout_seconds),
         )
     )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

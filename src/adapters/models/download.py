@@ -2,6 +2,8 @@
 
 import contextlib
 import logging
+import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -140,6 +142,8 @@ def retrying(
 ) -> Result:
     """Call `step` until it succeeds; after the last pause its error goes to the caller.
 
+    An answer or a fault that the next attempt would meet again is not tried again: most refusals,
+    a name that does not exist, a certificate that is not trusted.
     Whenever `advance` has grown since the last failure, the pauses begin anew.
     """
     pauses = iter(pauses_seconds)
@@ -161,7 +165,17 @@ def retrying(
 def _is_transient(error: Exception) -> bool:
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code in _TRANSIENT_STATUSES
-    return True
+    return not any(
+        isinstance(cause, ssl.SSLCertVerificationError)
+        or (isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_NONAME)
+        for cause in _with_causes(error)
+    )
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _shown(error: Exception) -> str:

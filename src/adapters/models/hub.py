@@ -8,6 +8,7 @@ that library no longer continues a file after a restart, and takes a file as it 
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import attrs
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
@@ -132,6 +133,8 @@ def _obtain(
 
 
 def _locate(name: str, source: Source, manner: _Manner) -> RemoteFile:
+    if not _is_address(constants.ENDPOINT):
+        raise _failed(name, source, "HF_ENDPOINT is no http:// or https:// address")
     url = hf_hub_url(source.repository, name, revision=source.revision)
     metadata = retrying(lambda: get_hf_file_metadata(url), manner.retry_pauses_seconds)
     if metadata.etag is None or not HASH.fullmatch(metadata.etag):
@@ -149,6 +152,11 @@ def _whole(path: Path, remote: RemoteFile) -> FileRecord | None:
         return verify_file(path, expected_hash=remote.hash)
     except CorruptFileError:
         return None
+
+
+def _is_address(url: str) -> bool:
+    parts = urlsplit(url)
+    return parts.scheme in {"http", "https"} and bool(parts.hostname) and " " not in parts.netloc
 
 
 def _failed(name: str, source: Source, reason: str) -> DownloadError:

@@ -10,11 +10,18 @@ import attrs
 import numpy as np
 from attrs.validators import ge
 
-from ...domain.errors import CorruptFileError, EngineError, InferenceError, ModelError
+from ...domain.errors import (
+    CorruptFileError,
+    EngineError,
+    InferenceError,
+    ModelError,
+    OutOfMemoryError,
+)
 from ...domain.types import Attention, Floats, HeadProjections, ModelContract, TokenBatch
 from ..models.contract import TensorSpec, read_contract
 from ..models.inputs import graph_inputs
 from ..models.onnx_file import GraphDescription, check_external_data, inspect_graph
+from ..out_of_memory import is_out_of_memory
 from .ir import describe_ir, element_type
 from .links import without_links
 from .package import import_openvino, reason
@@ -72,7 +79,8 @@ class OpenVinoBackend:
         the engine has one thread, and gives empty outputs instead.
 
         Raises:
-            InferenceError: the engine failed, or the backend is closed.
+            OutOfMemoryError: there was not enough memory.
+            InferenceError: the engine failed otherwise, or the backend is closed.
         """
         compiled = self._usable_model()
         if not outputs:
@@ -85,7 +93,8 @@ class OpenVinoBackend:
             return {name: np.array(request.get_tensor(name).data) for name in outputs}
         except Exception as error:  # what the engine raises is not documented
             self._drop(compiled)
-            raise InferenceError(
+            kind = OutOfMemoryError if is_out_of_memory(error) else InferenceError
+            raise kind(
                 f"openvino failed on a batch of shape {batch.ids.shape}: {reason(error)}; "
                 "if it keeps failing, choose another engine"
             ) from error

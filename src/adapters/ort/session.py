@@ -14,12 +14,14 @@ from ...domain.errors import (
     CorruptFileError,
     InferenceError,
     ModelError,
+    OutOfMemoryError,
     ProviderError,
 )
 from ...domain.types import Floats, HeadProjections, ModelContract, TokenBatch
 from ..models.contract import TensorSpec, read_contract
 from ..models.inputs import graph_inputs
 from ..models.onnx_file import check_external_data, inspect_graph
+from ..out_of_memory import is_out_of_memory
 
 ENGINE_VERSION: str = onnxruntime.__version__
 
@@ -70,7 +72,8 @@ class OrtBackend:
         ``only_execute_path_to_fetches`` (https://github.com/microsoft/onnxruntime/issues/16013).
 
         Raises:
-            InferenceError: the engine failed, or the backend is closed.
+            OutOfMemoryError: there was not enough memory.
+            InferenceError: the engine failed otherwise, or the backend is closed.
         """
         session = self._session
         if session is None:
@@ -81,7 +84,8 @@ class OrtBackend:
         try:
             values = session.run(list(outputs), feeds)
         except Exception as error:  # the engine's exceptions share no other base class
-            raise InferenceError(
+            kind = OutOfMemoryError if is_out_of_memory(error) else InferenceError
+            raise kind(
                 f"onnxruntime failed on a batch of shape {batch.ids.shape}: {error}"
             ) from error
         return dict(zip(outputs, values, strict=True))

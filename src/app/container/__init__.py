@@ -75,6 +75,11 @@ def fetch(config: Config, variant: ModelVariant, directory: Path | None) -> Mode
     )
 
 
+def request_timeout_seconds(config: Config) -> float | None:
+    """The deadline of requests that bring none."""
+    return config.request_timeout_ms / 1e3 if config.request_timeout_ms else None
+
+
 def engine_settings(config: Config, workers: int) -> EngineSettings:
     """The engine's share of the configuration."""
     return EngineSettings(
@@ -82,7 +87,7 @@ def engine_settings(config: Config, workers: int) -> EngineSettings:
         queue_tokens=config.queue_tokens,
         queue_bytes=config.queue_bytes,
         hang_timeout_seconds=config.hang_timeout_seconds,
-        request_timeout_seconds=(config.request_timeout_ms or 0) / 1e3 or None,
+        request_timeout_seconds=request_timeout_seconds(config),
         supervisor=SupervisorSettings(
             idle_timeout_seconds=config.idle_timeout_seconds,
             heartbeat_seconds=config.heartbeat_seconds,
@@ -90,9 +95,13 @@ def engine_settings(config: Config, workers: int) -> EngineSettings:
     )
 
 
-def with_cache(engine: Engine, limit_bytes: int) -> EmbeddingService:
+def with_cache(engine: Engine, config: Config) -> EmbeddingService:
     """What the doors talk to: the engine, behind a cache if there is one."""
-    return CachedService(engine, limit_bytes) if limit_bytes else engine
+    if not config.result_cache_bytes:
+        return engine
+    cached = CachedService(engine, config.result_cache_bytes, request_timeout_seconds(config))
+    engine.report_in_heartbeat(cached.figures)
+    return cached
 
 
 class Container(containers.DeclarativeContainer):
@@ -129,7 +138,7 @@ class Container(containers.DeclarativeContainer):
         clock=clock,
         memory=providers.Object(ProcessMemory(trim_heap, resident_bytes)),
     )
-    service = providers.Singleton(with_cache, engine, config.provided.result_cache_bytes)
+    service = providers.Singleton(with_cache, engine, config)
     application = providers.Singleton(
         create_app,
         service=service,

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from typing import Any
 
 import attrs
 from litestar import Litestar
@@ -18,6 +19,10 @@ from .health import deep_health, health, live, ready
 from .native import create_both_embeddings, create_sparse_embeddings
 from .openai import create_embeddings, get_model, list_models
 from .request_id import send_request_id
+from .turns import Turns
+
+PROBES = {"/live", "/ready", "/health"}
+"""Routes that neither wait nor cause work."""
 
 
 @attrs.frozen
@@ -64,14 +69,25 @@ def create_app(
 
 
 class _Application(Litestar):
-    """Answers HEAD with what GET would say; the HTTP server leaves the body out."""
+    """Litestar, with three rules of its own.
+
+    HEAD is answered with what GET would say; the HTTP server leaves the body out. All requests but
+    probes begin in turns. What the server stops before it is answered gets a 503.
+    """
+
+    def __init__(self, **options: Any) -> None:  # noqa: ANN401  Litestar's own
+        super().__init__(**options)
+        self._turns = Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # type: ignore[override]
-        if scope["type"] == ScopeType.HTTP and scope["method"] == HttpMethod.HEAD:
+        if scope["type"] != ScopeType.HTTP:
+            await super().__call__(scope, receive, send)
+            return
+        if scope["method"] == HttpMethod.HEAD:
             scope = {**scope, "method": HttpMethod.GET}
         try:
+            if scope["path"] not in PROBES:
+                await self._turns.wait()
             await super().__call__(scope, receive, send)
         except asyncio.CancelledError:
-            if scope["type"] != ScopeType.HTTP:
-                raise
             await refuse_at_the_end(scope, send)

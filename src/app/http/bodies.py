@@ -34,7 +34,7 @@ _JSON_MEDIA_TYPE = re.compile(r"application/(json|[^\s;/]+\+json)\s*(;.*)?", re.
 _SHAPE_PATH = re.compile(r"`\$\.?(?P<path>[^`]*)`$|missing required field `(?P<missing>[^`]*)`")
 
 
-def require_json(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
+async def require_json(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
     """Litestar guard: 415 unless the body is declared as JSON."""
     declared = connection.headers.get("content-type")
     if declared is None or not _JSON_MEDIA_TYPE.fullmatch(declared.strip()):

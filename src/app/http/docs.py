@@ -51,7 +51,7 @@ MODEL_EXAMPLE: Mapping[str, Any] = {
 MODELS_EXAMPLE: Mapping[str, Any] = {"object": "list", "data": [MODEL_EXAMPLE]}
 HEALTH_EXAMPLE: Mapping[str, Any] = {
     "status": "ok",
-    "workers": {"live": 2, "total": 2, "busy": 1, "replaced": 0},
+    "workers": {"live": 2, "total": 2, "busy": 1, "suspect": 0, "replaced": 0},
     "queue": {
         "waiting_texts": 3,
         "waiting_tokens": 540,

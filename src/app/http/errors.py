@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_CHARACTERS = 1000
 
+NOT_READY_RETRY_SECONDS = 5.0
+"""A guess, for a server that is loading or stopping: by then another one may have taken over."""
+
 CLIENT_CLOSED_REQUEST = 499
 """Nobody reads this answer; the number is the one that proxies log for a client that left."""
 
@@ -68,12 +71,13 @@ def failure_of(error: Exception, method: str, path: str) -> Failure:
 
 def _unavailable(error: UnavailableError) -> Failure:
     if isinstance(error, QueueFullError):
-        headers = _retry_after(error.retry_after_seconds)
+        headers = retry_after(error.retry_after_seconds)
         return Failure(429, "rate_limit_error", str(error), headers=headers)
     if isinstance(error, DeadlineExceededError):  # a second try would take as long
         return Failure(504, "timeout_error", str(error), headers=_DO_NOT_RETRY)
-    seconds = error.retry_after_seconds if isinstance(error, NotReadyError) else None
-    headers = {} if seconds is None else _retry_after(seconds)
+    headers = {}
+    if isinstance(error, NotReadyError):
+        headers = retry_after(error.retry_after_seconds or NOT_READY_RETRY_SECONDS)
     return Failure(503, "service_unavailable", str(error), headers=headers)
 
 
@@ -86,7 +90,7 @@ def _failing_text(error: InferenceError) -> Failure:
     return Failure(500, "internal_error", message, headers=_DO_NOT_RETRY)
 
 
-def _retry_after(seconds: float) -> Mapping[str, str]:
+def retry_after(seconds: float) -> dict[str, str]:
     """For HTTP clients in whole seconds, for OpenAI's in milliseconds."""
     return {
         "retry-after": str(math.ceil(seconds)),
@@ -118,15 +122,31 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
                 }
             },
         )
-    detail = ErrorDetail(
-        _shortened(failure.message), failure.type, failure.param, failure.code or failure.status
-    )
     return Response(
-        ErrorResponse(detail),
+        _envelope(failure),
         status_code=failure.status,
         media_type=MediaType.JSON,
         headers=dict(failure.headers),
     )
+
+
+def raw_answer(failure: Failure, answered_id: str) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """Headers and body of a refusal that closes its connection, without the framework."""
+    body = msgspec.json.encode(_envelope(failure))
+    headers = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "x-request-id": answered_id,
+        "connection": "close",
+        **failure.headers,
+    }
+    return [(name.encode(), value.encode()) for name, value in headers.items()], body
+
+
+def _envelope(failure: Failure) -> ErrorResponse:
+    message = _shortened(failure.message)
+    code = failure.code or failure.status
+    return ErrorResponse(ErrorDetail(message, failure.type, failure.param, code))
 
 
 async def refuse_at_the_end(scope: Scope, send: Send) -> None:
@@ -134,18 +154,19 @@ async def refuse_at_the_end(scope: Scope, send: Send) -> None:
 
     Where an answer has begun there is nothing left to say, and the server refuses to.
     """
-    message = "the server is stopping"
-    detail = ErrorDetail(message, "service_unavailable", None, 503)
-    body = msgspec.json.encode(ErrorResponse(detail))
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"x-request-id", request_id(scope).encode()),
-        (b"connection", b"close"),
-    ]
+    headers, body = raw_answer(STOPPING, request_id(scope))
     with contextlib.suppress(RuntimeError):
-        await send({"type": "http.response.start", "status": 503, "headers": headers})
+        await send({"type": "http.response.start", "status": STOPPING.status, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+STOPPING = Failure(
+    503,
+    "service_unavailable",
+    "the server is stopping",
+    headers=retry_after(NOT_READY_RETRY_SECONDS),
+)
+"""What a request gets that the server stops before it could be read or answered."""
 
 
 def _shortened(message: str) -> str:

@@ -3,7 +3,7 @@
 Only the last one asks the engine to do anything.
 """
 
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import attrs
 from litestar import Response, get
@@ -22,6 +22,7 @@ from .docs import (
     documented,
 )
 from .embedding_door import EmbeddingDoor
+from .errors import NOT_READY_RETRY_SECONDS, retry_after
 from .schemas import (
     CacheReport,
     DeepHealthReport,
@@ -33,6 +34,8 @@ from .schemas import (
     TuningReport,
     WorkerCounts,
 )
+
+Report = TypeVar("Report")
 
 
 @get(
@@ -58,10 +61,11 @@ def live() -> LiveReport:
 )
 def ready(door: NamedDependency[EmbeddingDoor]) -> Response[ReadyReport]:
     """Whether to send work here."""
-    reason = unready_reason(door.service.status())
+    status = door.service.status()
+    reason = unready_reason(status)
     if reason is None:
         return Response(ReadyReport(status="ready"))
-    return Response(ReadyReport(status="not ready", reason=reason), status_code=503)
+    return _down(ReadyReport(status="not ready", reason=reason), status)
 
 
 @get(
@@ -69,7 +73,8 @@ def ready(door: NamedDependency[EmbeddingDoor]) -> Response[ReadyReport]:
     summary="Health",
     description=(
         "`loading` (503), `fail` (503: no worker is alive, or `reason`), `idle` (200: the next "
-        "request loads the model again), `warn` (200: some workers are gone) or `ok` (200)."
+        "request loads the model again), `warn` (200: some workers are gone, or may hang: "
+        "`reason`) or `ok` (200)."
     ),
     tags=["operations"],
     responses=UNHEALTHY,
@@ -78,9 +83,9 @@ def ready(door: NamedDependency[EmbeddingDoor]) -> Response[ReadyReport]:
 )
 def health(door: NamedDependency[EmbeddingDoor]) -> Response[HealthReport]:
     """The first of the five states that holds."""
-    report = health_report(door.service.status())
-    is_down = report.status in {"loading", "fail"}
-    return Response(report, status_code=503 if is_down else 200)
+    status = door.service.status()
+    report = health_report(status)
+    return _down(report, status) if report.status in {"loading", "fail"} else Response(report)
 
 
 @get(
@@ -97,25 +102,29 @@ def health(door: NamedDependency[EmbeddingDoor]) -> Response[HealthReport]:
 async def deep_health(door: NamedDependency[EmbeddingDoor]) -> Response[DeepHealthReport]:
     """Whether real work is answered."""
     status = door.service.status()
-    state = health_report(status).status
+    if reason := _stopping(status):
+        return _down(DeepHealthReport(status="fail", reason=reason), status)
     try:
         report = await door.service.canary()
     except UnavailableError as error:
-        return Response(
-            DeepHealthReport(status="fail" if status.ready else "loading", reason=str(error)),
-            status_code=503,
-        )
+        state: Literal["fail", "loading"] = "fail" if status.ready else "loading"
+        return _down(DeepHealthReport(status=state, reason=str(error)), status)
     if not report.is_healthy:
-        return Response(
-            DeepHealthReport(status="fail", reason=report.reason or UNSET), status_code=503
-        )
+        return _down(DeepHealthReport(status="fail", reason=report.reason or UNSET), status)
     return Response(
         DeepHealthReport(
-            status="idle" if state == "idle" else "ok",
+            status="idle" if health_report(status).status == "idle" else "ok",
             elapsed_ms=UNSET if report.elapsed_ms is None else report.elapsed_ms,
             reason=report.reason or UNSET,
         )
     )
+
+
+def _down(report: Report, status: ServiceStatus) -> Response[Report]:
+    """A 503; while the server loads or stops it says when to ask again."""
+    is_passing = status.draining or not status.ready
+    headers = retry_after(NOT_READY_RETRY_SECONDS) if is_passing else {}
+    return Response(report, status_code=503, headers=headers)
 
 
 def unready_reason(status: ServiceStatus) -> str | None:
@@ -137,7 +146,12 @@ def health_report(status: ServiceStatus) -> HealthReport:
         return HealthReport(status="loading")
     counts = WorkerCounts(live=status.live_workers, total=status.total_workers)
     if status.queue:
-        counts = structs.replace(counts, busy=status.busy_workers, replaced=status.replaced_workers)
+        counts = structs.replace(
+            counts,
+            busy=status.busy_workers,
+            suspect=status.suspect_workers,
+            replaced=status.replaced_workers,
+        )
     report = HealthReport(
         status="fail",
         workers=counts,
@@ -150,10 +164,11 @@ def health_report(status: ServiceStatus) -> HealthReport:
         return report
     if status.loaded_workers == 0:
         return structs.replace(report, status="idle")
-    model = status.model
+    model, suspicion = status.model, _suspicion(status)
     return structs.replace(
         report,
-        status="warn" if status.live_workers < status.total_workers else "ok",
+        status="warn" if suspicion or status.live_workers < status.total_workers else "ok",
+        reason=suspicion or UNSET,
         max_seq_length=UNSET if model is None else model.max_tokens,
         model=UNSET
         if model is None
@@ -166,6 +181,13 @@ def health_report(status: ServiceStatus) -> HealthReport:
 
 def _stopping(status: ServiceStatus) -> str | None:
     return "the server is stopping" if status.draining else None
+
+
+def _suspicion(status: ServiceStatus) -> str | None:
+    if not status.suspect_workers:
+        return None
+    count = f"{status.suspect_workers} of {status.total_workers}"
+    return f"{count} workers take far longer than expected"
 
 
 def _tuning(tuning: Tuning | None) -> TuningReport:

@@ -136,11 +136,16 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Workers that are alive, of those configured; `replaced` counts those that died or hung."""
+    """Workers that are alive, of those configured.
+
+    `suspect` ones take far longer than expected over their work; `replaced` counts those that died
+    or hung.
+    """
 
     live: int
     total: int
     busy: int | UnsetType = UNSET
+    suspect: int | UnsetType = UNSET
     replaced: int | UnsetType = UNSET
 
 

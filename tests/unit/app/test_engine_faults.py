@@ -5,6 +5,7 @@ import contextlib
 import threading
 import time
 
+import attrs
 import numpy as np
 import pytest
 from bge_m3_server.app.engine import Engine, EngineSettings
@@ -12,7 +13,7 @@ from bge_m3_server.domain import CostModel, Embedder, InferenceError, NoTelemetr
 from bge_m3_server.domain.testing import FakeBackend, FakeTokenizer
 from bge_m3_server.domain.types import Heads
 
-from tests.support.engines import TICK, engine_over, loaded_model, stopping
+from tests.support.engines import TICK, engine_over, loaded_model, stopping, until
 from tests.support.fault_backend import Fault, FaultBackend
 
 BATCHES = CostModel(1.0, 0.0, 200)
@@ -45,13 +46,6 @@ def faulty_engine(backend, **settings):
             yield engine
     finally:
         backend.released.set()
-
-
-async def until(condition, timeout_seconds=10):
-    """Wait for what another thread does."""
-    async with asyncio.timeout(timeout_seconds):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -129,7 +123,7 @@ def test_a_text_too_big_for_the_memory_fails_alone():
     backend = FaultBackend()
     with faulty_engine(backend, workers=1) as engine:
         backend.memory_positions = 50
-        with pytest.raises(InferenceError, match=r"input\[1\].*Failed to allocate") as caught:
+        with pytest.raises(InferenceError, match=r"input\[1\].*memory ran out") as caught:
             asyncio.run(engine.embed(["short", "long " * 60], Heads.DENSE))
 
         assert caught.value.index == 1
@@ -143,6 +137,47 @@ def test_a_failed_chunk_is_tried_elsewhere():
         bad.error = InferenceError("the device is lost")
         for text in TEXTS:
             assert_right(asyncio.run(engine.embed([text], Heads.DENSE)), [text])
+
+
+@attrs.define
+class Time:
+    """A clock that stands still until it is set."""
+
+    now: float = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_that_hangs_is_told_before_it_is_given_up(workers):
+    """Two seconds are enough to see it, though it gets a minute to end."""
+    time, backend = Time(), FaultBackend()
+    model = loaded_model(backend, cost_model=BATCHES)
+    settings = EngineSettings(workers=workers, supervisor=TICK)
+    engine = Engine(lambda: model, settings, NoTelemetry(), time)
+
+    async def ask():
+        await engine.embed(["measured"], Heads.DENSE)
+        backend.next_faults.append(Fault.HANG)
+        hanging = asyncio.create_task(engine.embed(["hangs"], Heads.DENSE))
+        await until(lambda: engine.status().busy_workers)
+        assert engine.status().suspect_workers == 0
+        time.now += 2.0
+        assert engine.status().suspect_workers == 1
+        report = await engine.canary()
+        backend.released.set()
+        await hanging
+        assert engine.status().suspect_workers == 0
+        return report
+
+    engine.load()
+    with stopping(engine):
+        report = asyncio.run(ask())
+
+    assert report.is_healthy is (workers == 2)
+    if workers == 1:
+        assert report.reason == "all workers take far longer than expected"
 
 
 def failing_loader(*backends):

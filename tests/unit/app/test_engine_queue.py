@@ -1,8 +1,7 @@
-"""The bounded queue over fake backends: sharing, refusing, deadlines, canaries, idling."""
+"""The bounded queue over fake backends: sharing, refusing, deadlines, canaries."""
 
 import asyncio
 import contextlib
-import logging
 import threading
 import time
 
@@ -10,9 +9,7 @@ import attrs
 import numpy as np
 import pytest
 from bge_m3_server.app.engine import Engine, EngineSettings
-from bge_m3_server.app.loading import ProcessMemory
 from bge_m3_server.app.service import ProbeStatus, Tuning
-from bge_m3_server.app.supervisor import SupervisorSettings
 from bge_m3_server.domain import (
     CostModel,
     DeadlineExceededError,
@@ -25,7 +22,7 @@ from bge_m3_server.domain import (
 from bge_m3_server.domain.testing import FakeBackend, FakeTokenizer
 from bge_m3_server.domain.types import Heads
 
-from tests.support.engines import GatedBackend, engine_over, loaded_model, stopping
+from tests.support.engines import GatedBackend, engine_over, loaded_model, numbered, stopping, until
 from tests.support.fault_backend import Fault, FaultBackend
 
 BATCHES = CostModel(1.0, 0.0, 200)
@@ -58,18 +55,6 @@ async def occupied(engine, backend):
     finally:
         backend.gate.set()
         await running
-
-
-def numbered(count, tokens):
-    """Texts of so many tokens each, no two of them the same."""
-    return [f"{number} " + "word " * (tokens - 3) for number in range(count)]
-
-
-async def until(condition):
-    """Wait for what another task or thread does."""
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
 
 
 def test_requests_that_wait_together_share_a_forward_pass():
@@ -124,6 +109,28 @@ def test_a_full_queue_refuses_with_the_time_to_come_back():
 
     with gated_engine(queue_tokens=100) as (engine, backend):
         assert 0 < asyncio.run(ask(engine, backend)) <= 60
+
+
+def test_a_crowd_that_comes_at_once_is_not_tokenised_in_vain():
+    """What is being tokenised counts by guess: most are refused before any work is done."""
+    tokenizer = SlowTokenizer()
+    tokenizer.gate.set()
+    model = attrs.evolve(loaded_model(FakeBackend()), tokenizer=tokenizer)
+    settings = EngineSettings(queue_tokens=100)
+    engine = Engine(lambda: model, settings, NoTelemetry(), time.monotonic)
+    engine.load()
+    tokenizer.gate.clear()
+
+    async def ask():
+        crowd = [engine.embed(["word " * 30], Heads.DENSE) for _ in range(50)]
+        waiting = [asyncio.create_task(request) for request in crowd]
+        await until(lambda: sum(task.done() for task in waiting) == 48)
+        tokenizer.gate.set()
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    with stopping(engine):
+        answers = asyncio.run(ask())
+    assert sum(isinstance(answer, QueueFullError) for answer in answers) == 48
 
 
 def test_the_bytes_of_requests_under_way_are_bounded():
@@ -214,34 +221,6 @@ def test_the_canary_tells_when_the_engine_fails():
     assert report.reason == "the engine failed on a harmless text"
 
 
-def test_a_model_that_is_being_measured_is_not_unloaded():
-    """The idle time counts once the probe has ended."""
-    loader = Loader()
-
-    async def watch(engine):
-        engine.set_cost_model(BATCHES, Tuning(1.0, 0.0, 200, ProbeStatus.RUNNING))
-        await asyncio.sleep(0.2)
-        kept = engine.status().loaded_workers
-        engine.set_cost_model(BATCHES, Tuning(1.0, 0.0, 200, ProbeStatus.COMPLETE))
-        await until(lambda: engine.status().loaded_workers == 0)
-        return kept
-
-    with idling_engine(loader, idle_timeout_seconds=0.1) as (engine, _):
-        assert asyncio.run(watch(engine)) == 2
-
-
-def test_new_coefficients_outlive_a_reload():
-    """What was measured is not forgotten when an idle model comes back."""
-
-    async def ask(engine):
-        engine.set_cost_model(CostModel(1.0, 0.0, 10), engine.status().tuning)
-        await until(lambda: engine.status().loaded_workers == 0)
-        return await engine.embed(numbered(4, tokens=5), Heads.DENSE)
-
-    with idling_engine(Loader(), idle_timeout_seconds=0.05) as (engine, _):
-        assert asyncio.run(ask(engine)).report.chunks == 2
-
-
 def test_new_coefficients_decide_from_the_next_chunk_on():
     """Auto-tuning publishes while the server runs."""
     backend = FakeBackend()
@@ -253,104 +232,6 @@ def test_new_coefficients_decide_from_the_next_chunk_on():
 
         assert [len(run.batch.lengths) for run in backend.runs] == [2, 2]
         assert engine.status().tuning == tuning
-
-
-@attrs.define
-class Loader:
-    """Gives a new backend per call and remembers them all."""
-
-    backends: list = attrs.field(factory=list)
-
-    def __call__(self):
-        self.backends.append(FakeBackend())
-        return loaded_model(self.backends[-1], cost_model=BATCHES)
-
-
-@contextlib.contextmanager
-def idling_engine(loader, **settings):
-    """An engine that unloads its model after a twentieth of a second; yields it and the trims."""
-    trims = []
-    supervisor = SupervisorSettings(**{"tick_seconds": 0.01, **settings})
-    memory = ProcessMemory(trim=lambda: trims.append(True), resident_bytes=lambda: 7 * 1024**2)
-    engine = Engine(
-        loader, EngineSettings(supervisor=supervisor), NoTelemetry(), time.monotonic, memory
-    )
-    engine.load()
-    with stopping(engine):
-        yield engine, trims
-
-
-def test_an_idle_model_is_unloaded_and_comes_back_once_for_a_burst():
-    """Health stays ready, memory is given back, and the first requests share one reload."""
-    loader = Loader()
-
-    async def ask(engine):
-        await until(lambda: engine.status().loaded_workers == 0)
-        assert loader.backends[0].closed
-        assert engine.status().ready
-        assert engine.status().live_workers == 2
-        assert (await engine.canary()).is_healthy
-        assert engine.status().loaded_workers == 0
-        burst = [engine.embed([f"text {number}"], Heads.DENSE) for number in range(20)]
-        return await asyncio.gather(*burst)
-
-    with idling_engine(loader, idle_timeout_seconds=0.05) as (engine, trims):
-        results = asyncio.run(ask(engine))
-        assert len(results) == 20
-        assert len(loader.backends) == 2
-        assert trims
-
-
-def test_a_client_that_leaves_during_a_reload_does_not_spoil_it_for_others():
-    """The reload belongs to all who wait."""
-    loader = Loader()
-
-    async def ask(engine):
-        await until(lambda: engine.status().loaded_workers == 0)
-        leaving = asyncio.create_task(engine.embed(["leaving"], Heads.DENSE))
-        staying = asyncio.create_task(engine.embed(["staying"], Heads.DENSE))
-        await asyncio.sleep(0)
-        leaving.cancel()
-        return await staying
-
-    with idling_engine(loader, idle_timeout_seconds=0.05) as (engine, _):
-        assert len(asyncio.run(ask(engine)).embeddings) == 1
-
-
-def test_the_heartbeat_tells_what_the_engine_did(caplog):
-    """One line per interval, with memory, workers, queue and chunks."""
-
-    async def ask(engine):
-        await engine.embed(["a b", "c d"], Heads.DENSE)
-        await until(lambda: any(_chunks(record) for record in caplog.records))
-
-    with (
-        caplog.at_level(logging.INFO, "bge_m3_server"),
-        idling_engine(Loader(), heartbeat_seconds=0.05) as (engine, _),
-    ):
-        asyncio.run(ask(engine))
-
-    (fields,) = [record.fields for record in caplog.records if _chunks(record)]
-    assert fields | {"busy_seconds": 0} == {
-        "rss_mb": 7,
-        "live_workers": 2,
-        "loaded_workers": 2,
-        "busy_workers": 0,
-        "replaced_workers": 0,
-        "queue_depth": 0,
-        "queue_tokens": 0,
-        "available_permits": 2,
-        "probe_status": "disabled",
-        "chunks": 1,
-        "chunk_texts": 2,
-        "chunk_tokens": 8,
-        "padding_pct": 0.0,
-        "busy_seconds": 0,
-    }
-
-
-def _chunks(record):
-    return record.getMessage() == "heartbeat" and record.fields["chunks"]
 
 
 def test_an_abort_answers_everybody():

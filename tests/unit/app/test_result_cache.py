@@ -2,11 +2,17 @@
 
 import asyncio
 
+import attrs
 import numpy as np
 import pytest
 from bge_m3_server.app.result_cache import CachedService
 from bge_m3_server.app.service import CacheStatus
-from bge_m3_server.domain.errors import InferenceError, NonFiniteOutputError
+from bge_m3_server.domain.errors import (
+    DeadlineExceededError,
+    InferenceError,
+    NonFiniteOutputError,
+    QueueFullError,
+)
 from bge_m3_server.domain.types import Heads
 
 from tests.support.fake_service import FakeService, embedding
@@ -21,6 +27,103 @@ def numbered(_index, text):
 
 def ask(service, texts, heads=Heads.DENSE):
     return asyncio.run(service.embed(texts, heads))
+
+
+@attrs.define
+class GatedService(FakeService):
+    """Its calls wait at a gate; `waiting` counts who is there."""
+
+    gate: asyncio.Event = attrs.field(factory=asyncio.Event)
+    waiting: int = 0
+
+    async def embed(self, texts, heads, *, timeout_seconds=None):
+        self.waiting += 1
+        await self.gate.wait()
+        return await FakeService.embed(self, texts, heads, timeout_seconds=timeout_seconds)
+
+
+async def settle():
+    """Let all tasks go as far as they can."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def together(requests, meanwhile=lambda _tasks: None, **script):
+    """Requests that come at once, before any has an answer; their outcomes and the service."""
+
+    async def run():
+        inner = GatedService(result=numbered, **script)
+        cached = CachedService(inner, ROOMY)
+        tasks = [asyncio.create_task(cached.embed(texts, Heads.DENSE)) for texts in requests]
+        await settle()
+        meanwhile(tasks)
+        await settle()
+        inner.gate.set()
+        return await asyncio.gather(*tasks, return_exceptions=True), inner, cached
+
+    return asyncio.run(run())
+
+
+def test_requests_that_come_together_are_computed_once():
+    """Whoever asks for a text that is under way waits for the same result, in the right place."""
+    results, inner, cached = together([["a", "bb"], ["bb", "a"], ["ccc", "a", "ccc"]])
+
+    assert [texts for texts, _ in inner.calls] == [["a", "bb"], ["ccc"]]
+    found = [[item.dense[0] for item in result.embeddings] for result in results]
+    assert found == [[1, 2], [2, 1], [3, 1, 3]]
+    assert cached.figures() | {"cache_bytes": 0} == {
+        "cache_hits": 4,
+        "cache_misses": 3,
+        "cache_bytes": 0,
+    }
+
+
+def test_a_client_that_leaves_does_not_take_the_result_from_others():
+    """Who waited for its text has it computed after all."""
+    (left, stayed), inner, _ = together([["a"], ["a"]], lambda tasks: tasks[0].cancel())
+
+    assert isinstance(left, asyncio.CancelledError)
+    assert stayed.embeddings[0].dense[0] == 1
+    assert [texts for texts, _ in inner.calls] == [["a"]]
+
+
+def test_a_guilty_text_is_not_tried_again_for_those_who_wait_for_it():
+    """Each request is told the text's place in its own list."""
+    outcomes, inner, _ = together(
+        [["a", "poison"], ["poison"]], failure=InferenceError("broken", index=1)
+    )
+
+    assert [error.index for error in outcomes] == [1, 0]
+    assert inner.waiting == 1
+
+
+def test_a_refusal_of_one_request_does_not_refuse_another():
+    """What was refused for its request's sake is asked again for whoever waits."""
+    outcomes, inner, _ = together(
+        [["a"], ["a"]], failure=QueueFullError("full", retry_after_seconds=1)
+    )
+
+    assert all(isinstance(error, QueueFullError) for error in outcomes)
+    assert inner.waiting == 2
+
+
+@pytest.mark.parametrize("way", ["argument", "setting"])
+def test_waiting_for_another_request_ends_with_the_deadline(way):
+    """A client's own limit holds, whoever computes its text."""
+
+    async def run():
+        inner = GatedService(result=numbered)
+        cached = CachedService(inner, ROOMY, 0.05 if way == "setting" else None)
+        first = asyncio.create_task(cached.embed(["a"], Heads.DENSE, timeout_seconds=60))
+        await settle()
+        with pytest.raises(DeadlineExceededError, match=r"0\.05 s"):
+            await cached.embed(
+                ["a"], Heads.DENSE, timeout_seconds=0.05 if way == "argument" else None
+            )
+        inner.gate.set()
+        return await first
+
+    assert len(asyncio.run(run()).embeddings) == 1
 
 
 def test_a_text_is_embedded_once():
