@@ -13,7 +13,7 @@ import pytest
 from tests.support.preview_fixture import preview_cache_dir
 from tests.support.server_process import post, running_server
 
-LONG_WORK = {"input": ["many words " * 400] * 256}
+LONG_WORK = {"input": [f"{number} " + "many words " * 400 for number in range(256)]}
 
 
 @pytest.fixture(scope="module")

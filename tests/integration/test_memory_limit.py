@@ -7,6 +7,9 @@ from benchmarks.memory_limit import REFUSAL, memory_group, requests, run
 from benchmarks.synthetic_bge_m3 import Shape, write_synthetic_bge_m3
 from tests.support.server_process import post, running_server
 
+AS_IT_IS = {"BGE_M3_MODEL": "fp32", "BGE_M3_EP": "cpu"}
+"""The graph whose attention grows with the square of the length."""
+
 MIB = 2**20
 SMALL = Shape(
     layers=2, hidden=64, attention_heads=8, intermediate=256, positions=4098, vocabulary=32
@@ -31,7 +34,7 @@ def test_the_budget_holds_where_the_kernel_kills(directory):
         with memory_group(640 * MIB) as group:
             report = run(
                 group,
-                {"BGE_M3_MODEL_DIR": str(directory)},
+                {**AS_IT_IS, "BGE_M3_MODEL_DIR": str(directory)},
                 count=24,
                 request_tokens=4096,
                 clients=4,
@@ -50,6 +53,7 @@ def test_the_budget_holds_where_the_kernel_kills(directory):
 def test_a_text_that_cannot_fit_is_refused_and_others_are_served(directory, tmp_path):
     """413 names the text, its need, the room and the longest text that fits, which then fits."""
     settings = {
+        **AS_IT_IS,
         "BGE_M3_MODEL_DIR": str(directory),
         "BGE_M3_CACHE_DIR": str(tmp_path),
         "BGE_M3_DISABLE_AUTO_BUDGET": "",

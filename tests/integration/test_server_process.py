@@ -32,7 +32,7 @@ def preview():
 @pytest.fixture(scope="module")
 def server(preview):
     """One server for all questions that do not end it."""
-    with running_server(preview) as running:
+    with running_server({**preview, "BGE_M3_WORKERS": "2"}) as running:
         yield running
 
 

@@ -30,6 +30,7 @@ def settings(tmp_path_factory):
     (directory / "preview").symlink_to(preview_cache_dir().resolve() / "preview")
     return {
         "BGE_M3_MODEL": "preview",
+        "BGE_M3_EP": "cpu",
         "BGE_M3_CACHE_DIR": str(directory),
         "BGE_M3_LOG_FORMAT": "json",
         "BGE_M3_WORKERS": "2",
