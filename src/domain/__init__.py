@@ -14,6 +14,7 @@ from .errors import (
     CorruptFileError,
     DeadlineExceededError,
     DownloadError,
+    EngineError,
     HeadUnavailableError,
     InferenceError,
     InvalidInputError,
@@ -21,6 +22,7 @@ from .errors import (
     NonFiniteOutputError,
     NotReadyError,
     NoWorkersError,
+    PreparationError,
     ProviderError,
     QueueFullError,
     RequestTooLargeError,
@@ -28,6 +30,7 @@ from .errors import (
     UnavailableError,
     UnsafeWeightsError,
 )
+from .padding import PaddingRule, cpu_padding
 from .pooling import l2_normalise, pool_colbert, pool_sparse, slice_dense, sparse_token_weights
 from .ports import Clock, GpuInfo, InferenceBackend, MemoryProbe, Telemetry, Tokenizer
 from .scheduling import QueuedText, ScheduledChunk, Scheduler
@@ -41,6 +44,7 @@ from .scoring import (
 )
 from .statistics import LengthStats
 from .types import (
+    Attention,
     Chunk,
     ChunkStats,
     Embedding,
@@ -58,6 +62,7 @@ from .types import (
 from .validation import replace_lone_surrogates, validate_texts
 
 __all__ = [
+    "Attention",
     "BgeM3Error",
     "CacheDirectoryError",
     "Chunk",
@@ -71,6 +76,7 @@ __all__ = [
     "DownloadError",
     "Embedder",
     "Embedding",
+    "EngineError",
     "GpuDevice",
     "GpuInfo",
     "GraphLayout",
@@ -90,7 +96,9 @@ __all__ = [
     "NoWorkersError",
     "NonFiniteOutputError",
     "NotReadyError",
+    "PaddingRule",
     "PairScores",
+    "PreparationError",
     "Projection",
     "ProviderError",
     "QueueFullError",
@@ -108,6 +116,7 @@ __all__ = [
     "UnsafeWeightsError",
     "bin_pack",
     "colbert_score",
+    "cpu_padding",
     "dense_score",
     "embed_chunk",
     "l2_normalise",
