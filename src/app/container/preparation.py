@@ -12,8 +12,8 @@ from ...adapters.models.files import ModelFiles
 from ...adapters.models.hub import fetch_model
 from ...adapters.models.local import local_model
 from ...adapters.models.onnx_file import inspect_graph
+from ...adapters.models.prepare import PRECISION, Source, prepare
 from ...adapters.models.prepare import Engine as PreparedEngine
-from ...adapters.models.prepare import Source, prepare
 from ...adapters.models.preview import build_preview
 from ...adapters.models.torch_weights import read_linear
 from ...adapters.openvino.ir import write_ir
@@ -113,7 +113,7 @@ def _target(config: Config, engine: Engine) -> PreparedEngine:
         name=config.execution_provider.value,
         is_fused=not is_openvino,
         convert=_to_ir if is_openvino else _as_it_is,
-        load=lambda graph: engine.load(graph, HeadProjections(), 0, None),
+        load=lambda graph: engine.load(graph, HeadProjections(), 0, PRECISION),
     )
 
 

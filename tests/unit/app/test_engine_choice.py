@@ -4,6 +4,7 @@ import logging
 import platform
 
 import attrs
+import numpy as np
 import pytest
 from bge_m3_server.adapters.memory.cpu_count import cpu_count
 from bge_m3_server.adapters.openvino.choice import prefers_openvino, read_cpu_flags
@@ -11,11 +12,16 @@ from bge_m3_server.adapters.openvino.package import is_installed
 from bge_m3_server.app.config import ExecutionProvider, load_config
 from bge_m3_server.app.container.engines import (
     CPUS_PER_WORKER,
+    engine_for,
     fallback_of,
     settle,
     worker_count,
 )
-from bge_m3_server.domain.types import GpuDevice
+from bge_m3_server.domain.embedder import pad
+from bge_m3_server.domain.types import GpuDevice, HeadProjections
+
+from tests.support.graphs import texts
+from tests.support.tiny_models import write_tiny_model
 
 CPU_ENGINES = {ExecutionProvider.CPU, ExecutionProvider.OPENVINO}
 
@@ -76,6 +82,21 @@ def test_an_engine_chosen_by_rule_gives_way_to_onnx_runtime():
 def test_nothing_takes_the_place_of_onnx_runtime():
     """When the plain engine fails, there is none to fall back to."""
     assert fallback_of(chosen_by_rule(ExecutionProvider.CPU)) is None
+
+
+@pytest.mark.skipif(not is_installed(), reason="openvino is not installed")
+@pytest.mark.parametrize("model", ["auto", "w8", "fp32"])
+def test_a_model_in_full_precision_is_computed_so(model, tmp_path):
+    """Nothing checks what bfloat16 does to it, whatever was asked for before it was served."""
+    graph = write_tiny_model(tmp_path)
+    batch = pad(texts(5, 30))
+    outputs = [
+        engine_for(config(BGE_M3_EP=provider, BGE_M3_MODEL=model), threads=1, workers=1)
+        .load(graph, HeadProjections(), 0, None)
+        .run(batch, ["sentence_embedding"])["sentence_embedding"]
+        for provider in ("openvino", "cpu")
+    ]
+    np.testing.assert_allclose(*outputs, rtol=1e-4, atol=1e-5)
 
 
 def test_a_cpu_has_a_worker_for_every_eight_processors():
