@@ -17,9 +17,10 @@ run: $(VENV)/run.stamp
 test: $(VENV)/test.stamp $(REFERENCE_VENV)/stamp
 	REFERENCE_VENV=$(REFERENCE_VENV) $(VENV)/bin/python -m pytest --cov --cov-report=term:skip-covered $(PYTEST_ARGS)
 
-# The parity table of docs/parity.md: on the random checkpoints, and on BGE-M3 itself.
+# The parity tables of docs/parity.md: random checkpoints, prepared models, and BGE-M3 itself.
 parity: $(VENV)/test.stamp $(REFERENCE_VENV)/stamp
 	REFERENCE_VENV=$(REFERENCE_VENV) $(VENV)/bin/python -m tests.equivalence.parity
+	$(VENV)/bin/python -m tests.equivalence.prepared
 
 equivalence-real: $(VENV)/test.stamp
 	BGE_M3_EQUIVALENCE_REAL=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -rs tests/equivalence/test_real_model.py

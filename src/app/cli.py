@@ -102,7 +102,9 @@ def _serve(config: Config, _: argparse.Namespace) -> int:
 def _fetch(config: Config, parsed: argparse.Namespace) -> int:
     container = build_container(config)
     container.set_up_logging()
-    variant = ModelVariant(parsed.variant) if parsed.variant else config.hub_variant
+    if parsed.variant:
+        config = attrs.evolve(config, model=ModelVariant(parsed.variant))
+    variant = config.hub_variant
     files = container.fetch(variant, parsed.directory)
     print(f"{files.model_id} ({variant.value}) is complete and verified: {files.graph_path.parent}")
     if parsed.directory:
@@ -111,9 +113,12 @@ def _fetch(config: Config, parsed: argparse.Namespace) -> int:
 
 
 def _prepare(config: Config, _: argparse.Namespace) -> int:
-    if config.model is ModelVariant.AUTO:
-        config = attrs.evolve(config, model=ModelVariant.W8)
-    container = build_container(config)
+    if config.model not in {ModelVariant.AUTO, ModelVariant.W8}:
+        raise ConfigError(
+            f"BGE_M3_MODEL={config.model.value} is served as it is: nothing is prepared for it; "
+            "set auto or w8"
+        )
+    container = build_container(attrs.evolve(config, model=ModelVariant.W8))
     container.set_up_logging()
     files = container.prepare()
     print(

@@ -14,6 +14,7 @@ from .errors import (
     CorruptFileError,
     DeadlineExceededError,
     DownloadError,
+    EngineError,
     HeadUnavailableError,
     InferenceError,
     InvalidInputError,
@@ -22,6 +23,7 @@ from .errors import (
     NotReadyError,
     NoWorkersError,
     OutOfMemoryError,
+    PreparationError,
     ProviderError,
     QueueFullError,
     RequestTooLargeError,
@@ -29,6 +31,7 @@ from .errors import (
     UnavailableError,
     UnsafeWeightsError,
 )
+from .padding import PaddingRule, cpu_padding
 from .pooling import l2_normalise, pool_colbert, pool_sparse, slice_dense, sparse_token_weights
 from .ports import Clock, GpuInfo, InferenceBackend, MemoryProbe, Telemetry, Tokenizer
 from .scheduling import QueuedText, ScheduledChunk, Scheduler
@@ -42,6 +45,7 @@ from .scoring import (
 )
 from .statistics import LengthStats
 from .types import (
+    Attention,
     Chunk,
     ChunkStats,
     Embedding,
@@ -59,6 +63,7 @@ from .types import (
 from .validation import replace_lone_surrogates, validate_texts
 
 __all__ = [
+    "Attention",
     "BgeM3Error",
     "CacheDirectoryError",
     "Chunk",
@@ -72,6 +77,7 @@ __all__ = [
     "DownloadError",
     "Embedder",
     "Embedding",
+    "EngineError",
     "GpuDevice",
     "GpuInfo",
     "GraphLayout",
@@ -92,7 +98,9 @@ __all__ = [
     "NonFiniteOutputError",
     "NotReadyError",
     "OutOfMemoryError",
+    "PaddingRule",
     "PairScores",
+    "PreparationError",
     "Projection",
     "ProviderError",
     "QueueFullError",
@@ -110,6 +118,7 @@ __all__ = [
     "UnsafeWeightsError",
     "bin_pack",
     "colbert_score",
+    "cpu_padding",
     "dense_score",
     "embed_chunk",
     "l2_normalise",

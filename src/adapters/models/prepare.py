@@ -102,14 +102,15 @@ def prepare(
         InferenceError: an engine failed on a fixed text.
         CacheDirectoryError: `cache_dir` cannot be written, or is full.
     """
-    digest = source_digest(source.files, cache_dir / _DIRECTORY)
-    target = cache_dir / _DIRECTORY / f"{digest[:24]}-{engine.name}-recipe{RECIPE_VERSION}"
+    directory = cache_dir / _DIRECTORY
     try:
+        digest = source_digest(source.files, directory)
+        target = directory / f"{digest[:24]}-{engine.name}-recipe{RECIPE_VERSION}"
         if not is_whole(target):
             _prepare(source, engine, target, progress, floors)
     except OSError as error:
         raise CacheDirectoryError(
-            f"the model cannot be prepared in {target} ({error}): make that directory writable, "
+            f"the model cannot be prepared in {directory} ({error}): make that directory writable, "
             "with 3 GB free, or set BGE_M3_CACHE_DIR to another one"
         ) from error
     verdict = json.loads((target / VERDICT_NAME).read_text(encoding="utf-8"))

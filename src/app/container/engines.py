@@ -34,6 +34,9 @@ first."""
 
 CHOSEN_BY_RULE = "auto"
 
+ROUNDED = {ModelVariant.W8.value, ModelVariant.FP16.value, ModelVariant.INT8.value}
+"""Precisions that are not the model's own."""
+
 ORT_PROVIDERS: Mapping[ExecutionProvider, Callable[[SessionSettings], Sequence[Provider]]] = {
     ExecutionProvider.CPU: cpu_providers,
     ExecutionProvider.CUDA: cuda_providers,
@@ -125,7 +128,7 @@ def intra_threads(config: Config, workers: int) -> int:
 def engine_for(config: Config, threads: int, workers: int) -> Engine:
     """The configured engine; its models serve all workers of a device."""
     if config.execution_provider is ExecutionProvider.OPENVINO:
-        return _openvino(config, threads, workers)
+        return _openvino(threads, workers)
     return _onnxruntime(config, config.execution_provider, threads)
 
 
@@ -152,18 +155,16 @@ def _onnxruntime(config: Config, provider: ExecutionProvider, threads: int) -> E
     return Engine(f"onnxruntime {provider.value}, no arena", ENGINE_VERSION, load)
 
 
-def _openvino(config: Config, threads: int, workers: int) -> Engine:
-    # Who asks for fp32 gets its numbers; everything else may use bf16 where the processor has it.
-    precision_hint: openvino.Precision | None = (
-        "f32" if config.model is ModelVariant.FP32 or config.model is ModelVariant.PREVIEW else None
-    )
-    settings = openvino.OpenVinoSettings(
-        intra_threads=threads, streams=workers, precision_hint=precision_hint
-    )
-
+def _openvino(threads: int, workers: int) -> Engine:
     def load(
         graph: Path, projections: HeadProjections, _device: int, precision: str | None
     ) -> InferenceBackend:
+        # What is rounded already, and judged as it runs, may use bf16 where the processor has it.
+        settings = openvino.OpenVinoSettings(
+            intra_threads=threads,
+            streams=workers,
+            precision_hint=None if precision in ROUNDED else "f32",
+        )
         return openvino.load_openvino_backend(graph, projections, settings, precision)
 
-    return Engine(f"openvino {precision_hint or 'bf16'}", engine_version(), load)
+    return Engine("openvino", engine_version(), load)

@@ -15,7 +15,7 @@ from ...adapters.models.preview import PREVIEW_MODEL_ID, PREVIEW_NOTICE
 from ...adapters.tokenizer import load_tokenizer
 from ...domain.budget import Budget, conservative_coefficients, tightest_limit
 from ...domain.budget_override import Pins
-from ...domain.errors import EngineError, InferenceError, SelfTestError
+from ...domain.errors import EngineError, InferenceError, ProviderError, SelfTestError
 from ...domain.padding import GPU_PADDING, cpu_padding
 from ...domain.ports import GpuInfo, InferenceBackend, MemoryProbe
 from ...domain.self_test import self_test
@@ -59,7 +59,7 @@ def load_model(
     fallback = fallback_of(config)
     try:
         return _load(config, gpus, workers, probes, tuner, is_tested=fallback is not None)
-    except (EngineError, InferenceError, SelfTestError) as error:
+    except (EngineError, InferenceError, ProviderError, SelfTestError) as error:
         if fallback is None:
             raise
         logger.warning("the engine that was chosen does not run here, ONNX Runtime does: %s", error)

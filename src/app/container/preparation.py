@@ -12,13 +12,13 @@ from ...adapters.models.files import ModelFiles
 from ...adapters.models.hub import fetch_model
 from ...adapters.models.local import local_model
 from ...adapters.models.onnx_file import inspect_graph
+from ...adapters.models.prepare import PRECISION, Source, prepare
 from ...adapters.models.prepare import Engine as PreparedEngine
-from ...adapters.models.prepare import Source, prepare
 from ...adapters.models.preview import build_preview
 from ...adapters.models.torch_weights import read_linear
 from ...adapters.openvino.ir import write_ir
 from ...adapters.tokenizer import load_tokenizer
-from ...domain.errors import PreparationError
+from ...domain.errors import CacheDirectoryError, PreparationError
 from ...domain.types import HeadProjections
 from ..config import Config, ExecutionProvider, ModelVariant
 from .engines import Engine, engine_for, intra_threads, reference_engine, require_engine
@@ -99,7 +99,7 @@ def served_model(config: Config, engine: Engine, threads: int) -> ServedModel:
             config.cache_dir,
             _draw_progress if sys.stderr.isatty() else _log_progress,
         )
-    except PreparationError as error:
+    except (PreparationError, CacheDirectoryError) as error:
         if config.model is ModelVariant.W8:
             raise
         logger.warning("the model is served as it is: %s", error)
@@ -113,7 +113,7 @@ def _target(config: Config, engine: Engine) -> PreparedEngine:
         name=config.execution_provider.value,
         is_fused=not is_openvino,
         convert=_to_ir if is_openvino else _as_it_is,
-        load=lambda graph: engine.load(graph, HeadProjections(), 0, None),
+        load=lambda graph: engine.load(graph, HeadProjections(), 0, PRECISION),
     )
 
 

@@ -52,6 +52,25 @@ def test_the_default_precision_follows_the_provider(provider, variant):
     assert config(BGE_M3_EP=provider, BGE_M3_MODEL="int8").hub_variant is ModelVariant.INT8
 
 
+@pytest.mark.parametrize("provider", ["auto", "cpu", "openvino", "coreml"])
+@pytest.mark.parametrize("model", ["auto", "w8"])
+def test_a_prepared_model_is_made_of_the_full_one(provider, model):
+    """Outside NVIDIA, what is fetched for `auto` and `w8` is fp32."""
+    loaded = config(BGE_M3_EP=provider, BGE_M3_MODEL=model)
+
+    assert loaded.model is ModelVariant(model)
+    assert loaded.execution_provider is ExecutionProvider(provider)
+    assert loaded.hub_variant is ModelVariant.FP32
+
+
+@pytest.mark.parametrize("model", ["fp32", "fp16", "int8", "preview"])
+def test_a_model_that_is_served_as_it_is_is_fetched_by_its_name(model):
+    """Whatever the provider."""
+    for provider in ("auto", "openvino", "cuda"):
+        loaded = config(BGE_M3_EP=provider, BGE_M3_MODEL=model)
+        assert loaded.hub_variant is loaded.model is ModelVariant(model)
+
+
 def test_macos_defaults_to_coreml():
     """On macOS the execution provider is CoreML unless another is named."""
     assert load_config({}, "darwin").execution_provider is ExecutionProvider.COREML
@@ -93,7 +112,10 @@ def test_a_promised_clamp_bends_the_value_and_says_so(name, value, field, expect
         ("BGE_M3_MEMORY_SAFETY_FACTOR", "inf"),
         ("BGE_M3_COST_MODEL_A", "-1"),
         ("BGE_M3_EP", "CUDA"),
+        ("BGE_M3_EP", "onnxruntime"),
+        ("BGE_M3_EP", " auto"),
         ("BGE_M3_MODEL", "fp8"),
+        ("BGE_M3_MODEL", "W8"),
         ("BGE_M3_BIND", "8081"),
         ("BGE_M3_BIND", "0.0.0.0:99999"),
         ("BGE_M3_BIND", ":8081"),

@@ -1,0 +1,75 @@
+"""Fetching and preparing from the command line, and starts without room for a prepared model."""
+
+import json
+
+import pytest
+from bge_m3_server.app.config import load_config
+from bge_m3_server.app.container import build_container
+from bge_m3_server.domain.errors import CacheDirectoryError
+
+from tests.support.server_process import run_cli
+from tests.support.tiny_models import write_tiny_model
+
+
+def settings(tmp_path, **variables):
+    directory = tmp_path / "model"
+    write_tiny_model(directory)
+    return {
+        "BGE_M3_MODEL_DIR": str(directory),
+        "BGE_M3_CACHE_DIR": str(tmp_path / "cache"),
+        "BGE_M3_EP": "cpu",
+        "BGE_M3_DISABLE_AUTO_BUDGET": "1",
+        **variables,
+    }
+
+
+@pytest.mark.parametrize("variant", ["auto", "w8"])
+def test_fetching_a_prepared_variant_fetches_its_source(tmp_path, variant):
+    """They are built here, from the published fp32 files."""
+    done = run_cli(
+        "fetch", "--variant", variant, HF_HUB_OFFLINE="1", BGE_M3_CACHE_DIR=str(tmp_path)
+    )
+
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "BAAI/bge-m3" in done.stderr
+    assert "onnx/model.onnx" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_prepare_leaves_a_model_and_its_verdict(tmp_path):
+    """The command names the directory; there lies what was found when it was compared."""
+    done = run_cli("prepare", **settings(tmp_path))
+
+    assert done.returncode == 0, done.stderr
+    assert "bge-m3 (w8) is prepared and verified" in done.stdout
+    (verdict,) = (tmp_path / "cache" / "prepared").glob("*-cpu-recipe*/fidelity.json")
+    assert str(verdict.parent) in done.stdout
+    assert json.loads(verdict.read_text())["refused"] == ""
+
+
+@pytest.mark.parametrize("model", ["fp32", "preview"])
+def test_there_is_nothing_to_prepare_for_a_model_that_is_served_as_it_is(model):
+    """The command says so instead of doing nothing."""
+    done = run_cli("prepare", BGE_M3_MODEL=model)
+
+    assert done.returncode == 2
+    assert f"BGE_M3_MODEL={model} is served as it is" in done.stderr
+
+
+def test_a_cache_that_cannot_be_written_costs_speed_only(tmp_path, caplog):
+    """By default a model without room for its 8-bit form is served as it is, with a warning."""
+    (tmp_path / "cache").write_text("a file is in the way")
+
+    model = build_container(load_config(settings(tmp_path), "linux")).load_model()
+
+    assert model.backends[0].contract.precision == "fp32"
+    assert f"cannot be prepared in {tmp_path / 'cache'}" in caplog.text
+
+
+def test_a_cache_that_cannot_be_written_stops_who_asked_for_8_bits(tmp_path):
+    """The message names the directory, the room and the variable."""
+    (tmp_path / "cache").write_text("a file is in the way")
+    config = load_config(settings(tmp_path, BGE_M3_MODEL="w8"), "linux")
+
+    with pytest.raises(CacheDirectoryError, match=r"cache.*3 GB free.*BGE_M3_CACHE_DIR"):
+        build_container(config).load_model()
