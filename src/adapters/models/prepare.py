@@ -99,20 +99,22 @@ def prepare(
 
     Raises:
         PreparationError: the graph cannot be prepared, or comes out too far from its source.
+        CorruptFileError: a file of the source is damaged or missing.
         InferenceError: an engine failed on a fixed text.
         CacheDirectoryError: `cache_dir` cannot be written, or is full.
     """
-    digest = source_digest(source.files, cache_dir / _DIRECTORY)
-    target = cache_dir / _DIRECTORY / f"{digest[:24]}-{engine.name}-recipe{RECIPE_VERSION}"
+    directory = cache_dir / _DIRECTORY
     try:
+        digest = source_digest(source.files, directory)
+        target = directory / f"{digest[:24]}-{engine.name}-recipe{RECIPE_VERSION}"
         if not is_whole(target):
             _prepare(source, engine, target, progress, floors)
+        verdict = json.loads((target / VERDICT_NAME).read_text(encoding="utf-8"))
     except OSError as error:
         raise CacheDirectoryError(
-            f"the model cannot be prepared in {target} ({error}): make that directory writable, "
+            f"the model cannot be prepared in {directory} ({error}): make that directory writable, "
             "with 3 GB free, or set BGE_M3_CACHE_DIR to another one"
         ) from error
-    verdict = json.loads((target / VERDICT_NAME).read_text(encoding="utf-8"))
     if verdict["refused"]:
         raise PreparationError(
             f"the 8-bit form of this model was refused: {verdict['refused']}. Serve the model as "
@@ -136,17 +138,33 @@ def _prepare(
     building = target.parent / f"{_BUILDING}{uuid.uuid4().hex}"
     building.mkdir()
     try:
-        verdict = _try_block_sizes(source, engine, building, progress, floors)
+        try:
+            verdict = _try_block_sizes(source, engine, building, progress, floors)
+        except PreparationError as error:  # remembered: another attempt would end the same
+            _clear(building)
+            verdict = {"refused": str(error)}
         (building / VERDICT_NAME).write_text(json.dumps(verdict, indent=2) + "\n", encoding="utf-8")
         names = [path.name for path in building.iterdir()]
         write_record(building, {name: verify_file(building / name) for name in names})
-        if target.exists() and not is_whole(target):
-            shutil.rmtree(target)
-        with contextlib.suppress(FileExistsError):  # another process was first: its files serve
-            building.rename(target)
+        _move(building, target)
     finally:
         shutil.rmtree(building, ignore_errors=True)
     progress("prepared", 1.0)
+
+
+def _move(building: Path, target: Path) -> None:
+    """To `target`, unless another process was first: then its files serve."""
+    if is_whole(target):
+        return
+    with contextlib.suppress(FileNotFoundError):
+        damaged = building.with_name(f"{_BUILDING}{uuid.uuid4().hex}")
+        target.rename(damaged)
+        shutil.rmtree(damaged, ignore_errors=True)
+    try:
+        building.rename(target)
+    except OSError:
+        if not is_whole(target):
+            raise
 
 
 def _try_block_sizes(
@@ -182,8 +200,7 @@ def _try_block_sizes(
         }
         if not problems:
             break
-        for path in building.iterdir():
-            path.unlink()
+        _clear(building)
     return verdict
 
 
@@ -234,8 +251,14 @@ def _set_metadata(model: onnx.ModelProto, key: str, value: str) -> None:
     model.metadata_props.add(key=key, value=value)
 
 
+def _clear(directory: Path) -> None:
+    for path in directory.iterdir():
+        path.unlink()
+
+
 def _sweep(directory: Path) -> None:
     """Remove what preparations that were killed have left behind."""
     for leftover in directory.glob(f"{_BUILDING}*"):
-        if time.time() - leftover.stat().st_mtime > _ABANDONED_SECONDS:
-            shutil.rmtree(leftover, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # another preparation ends just now
+            if time.time() - leftover.stat().st_mtime > _ABANDONED_SECONDS:
+                shutil.rmtree(leftover, ignore_errors=True)
