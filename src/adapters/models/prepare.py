@@ -8,7 +8,9 @@ otherwise finer blocks are tried, and in the end the source is served as it is.
 import contextlib
 import json
 import logging
+import os
 import shutil
+import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -33,6 +35,9 @@ from .source_digest import source_digest
 from .verification_texts import VERIFICATION_TEXTS
 from .weights import WeightsFile, read_structure
 
+if sys.platform != "win32":
+    import fcntl
+
 logger = logging.getLogger(__name__)
 
 RECIPE_VERSION = 1
@@ -50,8 +55,8 @@ VERIFICATION_TOKENS = 512
 
 _DIRECTORY = "prepared"
 _BUILDING = ".building-"
-_ABANDONED_SECONDS = 3600
-"""No preparation takes so long."""
+_LOCKED_SECONDS = 10
+"""Within them a preparation has locked the directory that it made."""
 
 Progress = Callable[[str, float], None]
 """Told the step and the share that is done, from 0 to 1."""
@@ -137,6 +142,7 @@ def _prepare(
     _sweep(target.parent)
     building = target.parent / f"{_BUILDING}{uuid.uuid4().hex}"
     building.mkdir()
+    lock = _lock(building)
     try:
         try:
             verdict = _try_block_sizes(source, engine, building, progress, floors)
@@ -149,6 +155,8 @@ def _prepare(
         _move(building, target)
     finally:
         shutil.rmtree(building, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
     progress("prepared", 1.0)
 
 
@@ -257,8 +265,24 @@ def _clear(directory: Path) -> None:
 
 
 def _sweep(directory: Path) -> None:
-    """Remove what preparations that were killed have left behind."""
+    """Remove what preparations that were killed have left behind; those at work hold a lock."""
     for leftover in directory.glob(f"{_BUILDING}*"):
         with contextlib.suppress(FileNotFoundError):  # another preparation ends just now
-            if time.time() - leftover.stat().st_mtime > _ABANDONED_SECONDS:
+            is_old = time.time() - leftover.stat().st_mtime > _LOCKED_SECONDS
+            lock = _lock(leftover) if is_old else None
+            if lock is not None:
                 shutil.rmtree(leftover, ignore_errors=True)
+                os.close(lock)
+
+
+def _lock(directory: Path) -> int | None:
+    """A descriptor that locks `directory` until it is closed or the process ends; None if taken."""
+    if sys.platform == "win32":  # nothing locks directories
+        return None
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # taken, or a file system without locks
+        os.close(descriptor)
+        return None
+    return descriptor

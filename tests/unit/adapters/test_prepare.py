@@ -270,20 +270,27 @@ def test_graphs_that_cannot_be_fused_are_prepared_all_the_same(tmp_path, cache, 
     assert contract.max_tokens == 64
 
 
-def test_what_a_killed_preparation_left_is_removed_when_it_is_old(original, cache):
-    """Leftovers do no harm, and those that nobody can be working in go."""
-    old, young = cache / "prepared" / ".building-old", cache / "prepared" / ".building-young"
-    for leftover in (old, young):
-        leftover.mkdir(parents=True)
-        (leftover / "model.onnx").write_bytes(b"half of a mod")
+def test_what_a_killed_preparation_left_is_removed(original, cache):
+    """Restarts in a row do not fill the disk, and a preparation that still runs is left alone."""
+    source = Loads().of(original)
     long_ago = time.time() - 86400
-    os.utime(old, (long_ago, long_ago))
+    dead = cache / "prepared" / ".building-dead"
+    dead.mkdir(parents=True)
+    (dead / "model.onnx").write_bytes(b"half of a mod")
+    os.utime(dead, (long_ago, long_ago))
 
-    files = prepared(Loads().of(original), cache)
+    def another_starts(step, _share):
+        if step != "comparing with the source":
+            return
+        for path in cache.glob("prepared/.building-*"):
+            os.utime(path, (long_ago, long_ago))
+        with pytest.raises(PreparationError):
+            prepare(source, attrs.evolve(ORT, name="other"), cache, Steps(), IMPOSSIBLE)
+
+    files = prepare(source, ORT, cache, another_starts)
 
     assert is_whole(files.graph_path.parent)
-    assert not old.exists()
-    assert young.exists()
+    assert not list(cache.glob("prepared/.building-*"))
 
 
 def test_an_unfinished_model_under_the_final_name_is_replaced(original, cache):
