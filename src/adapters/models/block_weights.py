@@ -5,6 +5,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
+from ...domain.errors import PreparationError
 from .weights import Array, Weights, WeightsFile
 
 _ZERO_POINT = 128
@@ -21,8 +22,12 @@ def quantize_matmuls(
     """Turn each product with a constant float32 matrix into `MatMulNBits`; weights go to `file`.
 
     One matrix is in memory at a time. `block_size`: values of a column that share a scale.
+
+    Raises:
+        PreparationError: there is no such product, so nothing is won.
     """
     graph = model.graph
+    is_any = False
     small = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
         if node.op_type != "MatMul" or node.input[1] not in small:
@@ -38,6 +43,7 @@ def quantize_matmuls(
             file.add(f"{node.output[0]}_scales", scales),
         )
         graph.initializer.extend(quantized)
+        is_any = True
         rows, columns = matrix.shape
         node.CopyFrom(
             helper.make_node(
@@ -53,6 +59,8 @@ def quantize_matmuls(
                 accuracy_level=_INT8_ACTIVATIONS,
             )
         )
+    if not is_any:
+        raise PreparationError("no product of its graph has a constant float32 matrix")
     if not any(opset.domain == "com.microsoft" for opset in model.opset_import):
         model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
 

@@ -8,7 +8,9 @@ otherwise finer blocks are tried, and in the end the source is served as it is.
 import contextlib
 import json
 import logging
+import os
 import shutil
+import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -33,6 +35,9 @@ from .source_digest import source_digest
 from .verification_texts import VERIFICATION_TEXTS
 from .weights import WeightsFile, read_structure
 
+if sys.platform != "win32":
+    import fcntl
+
 logger = logging.getLogger(__name__)
 
 RECIPE_VERSION = 1
@@ -50,8 +55,8 @@ VERIFICATION_TOKENS = 512
 
 _DIRECTORY = "prepared"
 _BUILDING = ".building-"
-_ABANDONED_SECONDS = 3600
-"""No preparation takes so long."""
+_LOCKED_SECONDS = 10
+"""Within them a preparation has locked the directory that it made."""
 
 Progress = Callable[[str, float], None]
 """Told the step and the share that is done, from 0 to 1."""
@@ -99,6 +104,7 @@ def prepare(
 
     Raises:
         PreparationError: the graph cannot be prepared, or comes out too far from its source.
+        CorruptFileError: a file of the source is damaged or missing.
         InferenceError: an engine failed on a fixed text.
         CacheDirectoryError: `cache_dir` cannot be written, or is full.
     """
@@ -108,12 +114,12 @@ def prepare(
         target = directory / f"{digest[:24]}-{engine.name}-recipe{RECIPE_VERSION}"
         if not is_whole(target):
             _prepare(source, engine, target, progress, floors)
+        verdict = json.loads((target / VERDICT_NAME).read_text(encoding="utf-8"))
     except OSError as error:
         raise CacheDirectoryError(
             f"the model cannot be prepared in {directory} ({error}): make that directory writable, "
             "with 3 GB free, or set BGE_M3_CACHE_DIR to another one"
         ) from error
-    verdict = json.loads((target / VERDICT_NAME).read_text(encoding="utf-8"))
     if verdict["refused"]:
         raise PreparationError(
             f"the 8-bit form of this model was refused: {verdict['refused']}. Serve the model as "
@@ -136,18 +142,37 @@ def _prepare(
     _sweep(target.parent)
     building = target.parent / f"{_BUILDING}{uuid.uuid4().hex}"
     building.mkdir()
+    lock = _lock(building)
     try:
-        verdict = _try_block_sizes(source, engine, building, progress, floors)
+        try:
+            verdict = _try_block_sizes(source, engine, building, progress, floors)
+        except PreparationError as error:  # remembered: another attempt would end the same
+            _clear(building)
+            verdict = {"refused": str(error)}
         (building / VERDICT_NAME).write_text(json.dumps(verdict, indent=2) + "\n", encoding="utf-8")
         names = [path.name for path in building.iterdir()]
         write_record(building, {name: verify_file(building / name) for name in names})
-        if target.exists() and not is_whole(target):
-            shutil.rmtree(target)
-        with contextlib.suppress(FileExistsError):  # another process was first: its files serve
-            building.rename(target)
+        _move(building, target)
     finally:
         shutil.rmtree(building, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
     progress("prepared", 1.0)
+
+
+def _move(building: Path, target: Path) -> None:
+    """To `target`, unless another process was first: then its files serve."""
+    if is_whole(target):
+        return
+    with contextlib.suppress(FileNotFoundError):
+        damaged = building.with_name(f"{_BUILDING}{uuid.uuid4().hex}")
+        target.rename(damaged)
+        shutil.rmtree(damaged, ignore_errors=True)
+    try:
+        building.rename(target)
+    except OSError:
+        if not is_whole(target):
+            raise
 
 
 def _try_block_sizes(
@@ -183,8 +208,7 @@ def _try_block_sizes(
         }
         if not problems:
             break
-        for path in building.iterdir():
-            path.unlink()
+        _clear(building)
     return verdict
 
 
@@ -235,8 +259,30 @@ def _set_metadata(model: onnx.ModelProto, key: str, value: str) -> None:
     model.metadata_props.add(key=key, value=value)
 
 
+def _clear(directory: Path) -> None:
+    for path in directory.iterdir():
+        path.unlink()
+
+
 def _sweep(directory: Path) -> None:
-    """Remove what preparations that were killed have left behind."""
+    """Remove what preparations that were killed have left behind; those at work hold a lock."""
     for leftover in directory.glob(f"{_BUILDING}*"):
-        if time.time() - leftover.stat().st_mtime > _ABANDONED_SECONDS:
-            shutil.rmtree(leftover, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # another preparation ends just now
+            is_old = time.time() - leftover.stat().st_mtime > _LOCKED_SECONDS
+            lock = _lock(leftover) if is_old else None
+            if lock is not None:
+                shutil.rmtree(leftover, ignore_errors=True)
+                os.close(lock)
+
+
+def _lock(directory: Path) -> int | None:
+    """A descriptor that locks `directory` until it is closed or the process ends; None if taken."""
+    if sys.platform == "win32":  # nothing locks directories
+        return None
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # taken, or a file system without locks
+        os.close(descriptor)
+        return None
+    return descriptor

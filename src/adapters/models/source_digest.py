@@ -5,14 +5,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .files import FileRecord, ModelFiles, read_record, verify_file, write_record
-from .onnx_file import inspect_graph
+from .onnx_file import check_external_data, inspect_graph
 
 
 def source_digest(files: ModelFiles, memory: Path) -> str:
     """Hash of the graph, its external weights and the heads, in hex.
 
     Gigabytes are hashed once: `memory` is a directory that keeps what each file was.
+
+    Raises:
+        CorruptFileError: a file is damaged, missing or too short.
     """
+    check_external_data(files.graph_path)
     known = read_record(memory)
     records: dict[str, FileRecord] = {}
     digest = hashlib.sha256()

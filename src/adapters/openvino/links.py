@@ -24,16 +24,19 @@ def without_links(graph_path: Path) -> Iterator[Path]:
         yield graph_path
         return
     home = graph_path.resolve().parent
-    try:
-        with tempfile.TemporaryDirectory(prefix=".openvino-", dir=home) as directory:
+    with contextlib.ExitStack() as stack:
+        try:
+            directory = Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix=".openvino-", dir=home))
+            )
             for name in names:
-                link = Path(directory) / name
+                link = directory / name
                 link.parent.mkdir(parents=True, exist_ok=True)
                 link.hardlink_to((graph_path.parent / name).resolve())
-            yield Path(directory) / graph_path.name
-    except OSError as error:
-        raise CacheDirectoryError(
-            f"OpenVINO cannot read a model through links, and other names for its files cannot be "
-            f"made in {home} ({error}): make that directory writable, or use "
-            "`bge-m3-server fetch --dir` and BGE_M3_MODEL_DIR"
-        ) from error
+        except OSError as error:
+            raise CacheDirectoryError(
+                f"OpenVINO cannot read a model through links, and other names for its files cannot "
+                f"be made in {home} ({error}): make that directory writable, or use "
+                "`bge-m3-server fetch --dir` and BGE_M3_MODEL_DIR"
+            ) from error
+        yield directory / graph_path.name

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import attrs
 
+from ...adapters.memory.trim import trim_heap
 from ...adapters.models.contract import ATTENTION_HEADS_KEY, ATTENTION_KEY, MAX_TOKENS_KEY
 from ...adapters.models.files import ModelFiles
 from ...adapters.models.hub import fetch_model
@@ -104,6 +105,8 @@ def served_model(config: Config, engine: Engine, threads: int) -> ServedModel:
             raise
         logger.warning("the model is served as it is: %s", error)
         return ServedModel(files, projections)
+    finally:
+        trim_heap()  # else what preparing took would count as the model's
     return ServedModel(prepared, HeadProjections())
 
 

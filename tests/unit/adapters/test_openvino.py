@@ -15,6 +15,7 @@ from bge_m3_server.adapters.openvino.backend import (
 )
 from bge_m3_server.adapters.openvino.choice import prefers_openvino, read_cpu_flags
 from bge_m3_server.adapters.openvino.ir import describe_ir, write_ir
+from bge_m3_server.adapters.openvino.links import without_links
 from bge_m3_server.adapters.openvino.package import engine_version, import_openvino, is_installed
 from bge_m3_server.adapters.ort.cpu import cpu_providers
 from bge_m3_server.adapters.ort.session import SessionSettings, load_backend
@@ -298,3 +299,35 @@ def test_processor_flags_are_read_from_the_kernel(tmp_path):
     assert read_cpu_flags(cpuinfo) == frozenset()
     cpuinfo.write_text("flags\t\t: fpu avx2\nvmx flags\t: ept\nflags\t\t: other\n")
     assert read_cpu_flags(cpuinfo) == {"fpu", "avx2"}
+
+
+@needs_openvino
+@pytest.mark.parametrize("linked", ["graph and weights", "weights"])
+def test_a_model_of_links_is_read_under_other_names(tmp_path, linked):
+    """Files of a hub cache give the vectors of the files themselves, and nothing is left behind."""
+    plain = write_tiny_model(tmp_path / "plain", external_data=True)
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    snapshot.mkdir()
+    for index, path in enumerate(sorted(plain.parent.iterdir())):
+        if linked == "weights" and path == plain:
+            (snapshot / path.name).write_bytes(path.read_bytes())
+            continue
+        blob = blobs / str(index)
+        blob.write_bytes(path.read_bytes())
+        (snapshot / path.name).symlink_to(f"../blobs/{index}")
+
+    backend = load_exact(snapshot / plain.name)
+
+    np.testing.assert_array_equal(sentences(backend, 5, 9), sentences(load_exact(plain), 5, 9))
+    assert not list(tmp_path.rglob(".openvino-*"))
+
+
+@needs_openvino
+def test_an_error_of_the_reader_is_not_called_one_of_the_cache(tmp_path):
+    """What goes wrong while the other names are in use keeps its own reason."""
+    plain = write_tiny_model(tmp_path / "plain")
+    link = tmp_path / "model.onnx"
+    link.symlink_to(plain)
+    with pytest.raises(OSError, match=r"^mine$"), without_links(link):
+        raise OSError("mine")

@@ -1,0 +1,136 @@
+"""The prepared model from the command line to the answer, and what happens where it cannot be."""
+
+import json
+
+import httpx
+import numpy as np
+import pytest
+from bge_m3_server.adapters.openvino.package import is_installed
+
+from tests.support.preparable import TOO_COARSE, write_preparable
+from tests.support.server_process import READY_LINE, post, run_cli, running_server
+from tests.support.tiny_models import write_tiny_model
+
+TEXTS = ["hello world", "what is it?", "the a w1 w2 w3 w4 w5 w6 w7 w8 w9 " * 4]
+REFUSED = "sparse weight correlation is 0."
+needs_openvino = pytest.mark.skipif(not is_installed(), reason="openvino is not installed")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    write_preparable(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def coarse(tmp_path_factory):
+    """A model that 8 bits are too few for."""
+    path = tmp_path_factory.mktemp("coarse")
+    write_preparable(path, gain=TOO_COARSE)
+    return path
+
+
+def settings(directory, cache, **variables):
+    return {
+        "BGE_M3_MODEL_DIR": str(directory),
+        "BGE_M3_CACHE_DIR": str(cache),
+        "BGE_M3_LOG_FORMAT": "json",
+        "BGE_M3_EP": "cpu",
+        **variables,
+    }
+
+
+def answers(server):
+    response = post(server, "/v1/embeddings", {"model": "bge-m3", "input": TEXTS})
+    assert response.status_code == 200, response.text
+    return np.array([item["embedding"] for item in response.json()["data"]], np.float32)
+
+
+def lowest_cosine(left, right):
+    return float((left * right).sum(axis=1).min())
+
+
+def lines(server, text):
+    return [line for line in server.log if text in line]
+
+
+@pytest.fixture(scope="module")
+def exact(directory, tmp_path_factory):
+    """Answers of the source in full precision."""
+    cache = tmp_path_factory.mktemp("exact")
+    with running_server(settings(directory, cache, BGE_M3_MODEL="fp32")) as server:
+        vectors = answers(server)
+        assert not lines(server, "preparing the model")
+    assert not (cache / "prepared").exists()
+    return vectors
+
+
+@pytest.mark.parametrize("engine", ["cpu", pytest.param("openvino", marks=needs_openvino)])
+def test_the_first_start_prepares_and_the_second_does_not(directory, exact, tmp_path, engine):
+    """Both starts answer as fp32 does, with other numbers than it."""
+    environment = settings(directory, tmp_path, BGE_M3_EP=engine)
+    with running_server(environment) as server:
+        assert lines(server, "preparing the model")
+        first = answers(server)
+    with running_server(environment) as server:
+        assert not lines(server, "preparing the model")
+        second = answers(server)
+
+    assert lowest_cosine(first, exact) >= 0.9995
+    assert not np.array_equal(first, exact)
+    np.testing.assert_allclose(first, second, atol=1e-6)
+
+
+def test_prepare_leaves_nothing_to_do_for_serve(directory, exact, tmp_path):
+    """The command prints where the model lies, and the server that starts then takes it."""
+    environment = settings(directory, tmp_path)
+    done = run_cli("prepare", **environment)
+    assert done.returncode == 0, done.stderr
+    assert "is prepared and verified" in done.stdout
+    assert str(tmp_path / "prepared") in done.stdout
+
+    with running_server({**environment, "BGE_M3_MODEL": "w8"}) as server:
+        assert not lines(server, "preparing the model")
+        assert lowest_cosine(answers(server), exact) >= 0.9995
+
+
+def test_a_refused_model_is_served_as_it_is(coarse, tmp_path):
+    """Nobody asked for 8 bits: the answers are fp32's, and a warning has the figures."""
+    with running_server(settings(coarse, tmp_path)) as server:
+        line = json.loads(server.wait_for_log("the model is served as it is"))
+        refused = answers(server)
+    assert line["level"] == "WARN"
+    assert REFUSED in json.dumps(line)
+    with running_server(settings(coarse, tmp_path, BGE_M3_MODEL="fp32")) as server:
+        np.testing.assert_array_equal(answers(server), refused)
+
+
+def test_a_refused_model_is_not_served_as_w8(coarse, tmp_path):
+    """Who asks for 8 bits gets them or the reason, from the server as from the command."""
+    environment = settings(coarse, tmp_path, BGE_M3_MODEL="w8")
+    with running_server(environment, wait_until_ready=False) as server:
+        assert server.process.wait(timeout=60) != 0
+        assert not lines(server, READY_LINE)
+        assert lines(server, REFUSED)
+    done = run_cli("prepare", **settings(coarse, tmp_path))
+    assert done.returncode == 1
+    assert REFUSED in done.stderr
+    assert "BGE_M3_MODEL=fp32" in done.stderr
+
+
+def test_fp16_on_a_cpu_is_served_with_a_warning(tmp_path):
+    """The warning names the factor."""
+    write_tiny_model(tmp_path / "half", precision="fp16")
+    environment = settings(tmp_path / "half", tmp_path / "cache", BGE_M3_MODEL="fp16")
+    with running_server(environment) as server:
+        assert json.loads(server.wait_for_log("6 to 9 times slower"))["level"] == "WARN"
+        assert httpx.get(f"{server.url}/health", timeout=10).status_code == 200
+
+
+@needs_openvino
+def test_an_engine_chosen_by_rule_serves_on_a_lesser_processor(directory, exact, tmp_path):
+    """With the wide instructions masked, the chosen engine or its replacement answers."""
+    environment = settings(directory, tmp_path, BGE_M3_EP="auto", ONEDNN_MAX_CPU_ISA="AVX2")
+    with running_server(environment) as server:
+        assert lowest_cosine(answers(server), exact) >= 0.9995
