@@ -11,8 +11,8 @@ a sixth of the rate of a full chunk on two threads, so that beyond it any paddin
 
 
 LONGEST_PADDED_TOKENS = 256
-"""No CPU pads longer texts: above it even attention that is blockwise only without a mask takes
-memory linear in the length."""
+"""Where masks cost memory, no longer text is padded, so that attention takes memory linear in the
+length."""
 
 
 @attrs.frozen(kw_only=True)
@@ -42,7 +42,14 @@ ANY_PADDING = PaddingRule(stretch=math.inf)
 """Whatever fits."""
 
 
-def cpu_padding(threads: int) -> PaddingRule:
-    """On CPUs time follows tokens: only short texts are worth padding, and only a little."""
+def cpu_padding(threads: int, *, are_masks_free: bool = False) -> PaddingRule:
+    """On CPUs time follows tokens: only a little padding is worth it.
+
+    Where attention is blockwise only without a mask, texts beyond a length that keeps all
+    `threads` busy are not padded at all. Where masks cost nothing (`are_masks_free`), texts that
+    are within 3 % may always share a chunk: that saves more than the padding costs.
+    """
+    if are_masks_free:
+        return PaddingRule(stretch=1.03, slack_tokens=2)
     short_tokens = min(_SHORT_TOKENS_PER_THREAD * threads, LONGEST_PADDED_TOKENS)
     return PaddingRule(short_tokens=short_tokens, stretch=1.05, slack_tokens=2)

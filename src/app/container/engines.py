@@ -22,6 +22,7 @@ from ...adapters.ort.session import (
     require_installed,
 )
 from ...adapters.ort.tensorrt import tensorrt_providers
+from ...domain.padding import GPU_PADDING, PaddingRule, cpu_padding
 from ...domain.ports import GpuInfo, InferenceBackend
 from ...domain.types import HeadProjections
 from ..config import Config, ExecutionProvider, ModelVariant
@@ -123,6 +124,14 @@ def intra_threads(config: Config, workers: int) -> int:
         extra={"fields": {"intra_threads": threads, "cpus": cpus.count, "source": cpus.source}},
     )
     return threads
+
+
+def padding_rule(config: Config, threads: int) -> PaddingRule:
+    """Which lengths may share a chunk on the configured engine."""
+    if config.execution_provider.is_gpu:
+        return GPU_PADDING
+    is_openvino = config.execution_provider is ExecutionProvider.OPENVINO
+    return cpu_padding(threads, are_masks_free=is_openvino)
 
 
 def engine_for(config: Config, threads: int, workers: int) -> Engine:

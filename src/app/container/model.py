@@ -16,7 +16,6 @@ from ...adapters.tokenizer import load_tokenizer
 from ...domain.budget import Budget, conservative_coefficients, tightest_limit
 from ...domain.budget_override import Pins
 from ...domain.errors import EngineError, InferenceError, ProviderError, SelfTestError
-from ...domain.padding import GPU_PADDING, cpu_padding
 from ...domain.ports import GpuInfo, InferenceBackend, MemoryProbe
 from ...domain.self_test import self_test
 from ...domain.types import MemoryLimit, ModelContract, ProbeKey
@@ -31,6 +30,7 @@ from .engines import (
     engine_for,
     fallback_of,
     intra_threads,
+    padding_rule,
     require_engine,
 )
 from .preparation import served_model
@@ -119,7 +119,7 @@ def _load(  # noqa: PLR0913  what `load_model` was given
         backends=tuple(backends),
         cost_model=cost_model,
         tuning=tuning,
-        padding=GPU_PADDING if config.execution_provider.is_gpu else cpu_padding(threads),
+        padding=padding_rule(config, threads),
         # A model of another width can pass for BGE-M3 nowhere, so only this width is compared.
         is_verified_bge_m3=files.is_published and contract.hidden_size == BGE_M3_DIMENSIONS,
     )

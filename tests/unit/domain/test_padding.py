@@ -1,6 +1,7 @@
 """Which lengths may share a chunk, and how little padding that leaves."""
 
 import numpy as np
+import pytest
 from bge_m3_server.domain.binpack import bin_pack
 from bge_m3_server.domain.cost_model import CostModel
 from bge_m3_server.domain.padding import ANY_PADDING, GPU_PADDING, PaddingRule, cpu_padding
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 ROOMY = CostModel(1.0, 0.0, 4096)
 
 tokens = st.integers(1, 8192)
-rules = st.sampled_from([ANY_PADDING, GPU_PADDING, cpu_padding(1), cpu_padding(2), cpu_padding(8)])
+FREE_MASKS = cpu_padding(2, are_masks_free=True)
+
+rules = st.sampled_from([ANY_PADDING, GPU_PADDING, cpu_padding(1), cpu_padding(8), FREE_MASKS])
 
 
 @given(rules, tokens)
@@ -50,14 +53,21 @@ def test_packing_obeys_the_rule_and_loses_nothing(lengths):
         assert rule.allows(min(inside), max(inside))
 
 
-def test_a_mixed_corpus_is_padded_by_less_than_three_percent():
+def test_where_masks_are_free_texts_within_three_percent_share():
+    """Long ones as well."""
+    assert FREE_MASKS.allows(1000, 1030)
+    assert not FREE_MASKS.allows(1000, 1040)
+
+
+@pytest.mark.parametrize("rule", [cpu_padding(2), FREE_MASKS], ids=["no masks", "free masks"])
+def test_a_mixed_corpus_is_padded_by_less_than_three_percent(rule):
     """Log-normal lengths from 8 to 2048, scheduled as a server on two threads does."""
     drawn = np.random.default_rng(3).lognormal(mean=np.log(128), sigma=1.0, size=512)
     lengths = np.clip(drawn.astype(int), 8, 2048).tolist()
     scheduler = Scheduler(FakeClock())
     scheduler.submit(lengths)
     positions = 0
-    while chunk := scheduler.take(CostModel(1.0, 0.0, 4096), padding=cpu_padding(threads=2)):
+    while chunk := scheduler.take(CostModel(1.0, 0.0, 4096), padding=rule):
         positions += len(chunk) * chunk.max_tokens
     assert sum(lengths) <= positions <= 1.03 * sum(lengths)
 
