@@ -1,11 +1,15 @@
 """The model as the engine needs it, and the ways to have one and to be rid of it."""
 
 import gc
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 
 import attrs
 
 from ..domain.cost_model import CostModel
+from ..domain.errors import SelfTestError
 from ..domain.padding import GPU_PADDING, PaddingRule
 from ..domain.ports import InferenceBackend, Tokenizer
 from ..domain.self_test import self_test
@@ -44,16 +48,41 @@ class ProcessMemory:
     resident_bytes: Callable[[], int | None] = _nothing
 
 
-def load_tested(load_model: Callable[[], LoadedModel]) -> LoadedModel:
-    """Load the model and test every backend.
+def load_tested(load_model: Callable[[], LoadedModel], limit_seconds: float) -> LoadedModel:
+    """Load the model and test every backend, each within `limit_seconds`.
 
     Raises:
         ModelError: the model cannot be obtained, or fails its self-test.
     """
     model = load_model()
     for backend in model.backends:
-        self_test(model.tokenizer, backend, is_bge_m3=model.is_verified_bge_m3)
+        test = partial(self_test, model.tokenizer, backend, is_bge_m3=model.is_verified_bge_m3)
+        _run_within(limit_seconds, test)
     return model
+
+
+def _run_within(limit_seconds: float, test: Callable[[], None]) -> None:
+    """Run `test` in a thread of its own: an engine that hangs, or ends its thread, fails it."""
+    outcome: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(test())  # type: ignore[func-returns-value]  # its end is its result
+        except BaseException as error:  # noqa: BLE001  whoever waits raises it
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="self-test", daemon=True).start()
+    try:
+        outcome.result(limit_seconds)
+    except TimeoutError:
+        raise SelfTestError(
+            f"the model did not answer its self-test within {limit_seconds:g} s, the limit of "
+            "BGE_M3_HANG_TIMEOUT_SECS: is the engine stuck, or the machine that slow?"
+        ) from None
+    except Exception:
+        raise
+    except BaseException as error:
+        raise SelfTestError(f"the engine ended the thread of its self-test: {error!r}") from error
 
 
 def close(model: LoadedModel, memory: ProcessMemory) -> None:

@@ -36,11 +36,15 @@ RELOAD_WINDOW_SECONDS = 600.0
 
 @attrs.frozen
 class SupervisorSettings:
-    """Seconds; 0 turns idle unload and heartbeat off."""
+    """Seconds; 0 turns idle unload and heartbeat off.
+
+    `self_test_seconds`: how long a freshly loaded model may take for two short texts.
+    """
 
     idle_timeout_seconds: float = 0.0
     heartbeat_seconds: float = 0.0
     tick_seconds: float = 0.25
+    self_test_seconds: float = 60.0
 
 
 class Supervisor:
@@ -111,7 +115,7 @@ class Supervisor:
         Raises:
             ModelError: the model cannot be obtained, or fails its self-test.
         """
-        model = load_tested(self._load_model)
+        model = load_tested(self._load_model, self._settings.self_test_seconds)
         self.set_cost_model(model.cost_model, model.tuning)
         self._attach(model)
         self._beat_at = self._clock()
@@ -207,7 +211,7 @@ class Supervisor:
         started = self._clock()
         for _ in range(RELOAD_LIMIT):
             try:
-                model = load_tested(self._load_model)
+                model = load_tested(self._load_model, self._settings.self_test_seconds)
             except Exception:
                 logger.exception("the model could not be loaded again")
                 continue

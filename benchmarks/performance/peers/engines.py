@@ -7,6 +7,7 @@ that embeds. Imports are inside, because each runs where the others are not inst
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,14 +39,27 @@ def reference(directory: Path, threads: int) -> Embed:
 
 
 def bge_m3_server(_directory: Path, _threads: int) -> Embed:
-    """This product's embedder without queue and HTTP, as its environment variables set it."""
+    """This product's engine without queue and HTTP, on the chunks that its server makes."""
     from bge_m3_server.app.config import load_config
     from bge_m3_server.app.container import build_container
-    from bge_m3_server.domain.embedder import Embedder
+    from bge_m3_server.domain import Heads, NoTelemetry, embed_chunk
+    from bge_m3_server.domain.scheduling import EFFICIENT_POSITIONS, Scheduler
 
     model = build_container(load_config(os.environ, sys.platform)).load_model()
-    embedder = Embedder(model.tokenizer, model.backends[0], model.cost_model)
-    return lambda texts: np.array([result.dense for result in embedder.embed(texts)])
+
+    def embed(texts: Sequence[str]) -> np.ndarray:
+        tokenized = model.tokenizer.encode(texts)
+        scheduler = Scheduler(time.monotonic)
+        scheduler.submit([len(text) for text in tokenized])
+        vectors: dict[int, np.ndarray] = {}
+        while chunk := scheduler.take(model.cost_model, EFFICIENT_POSITIONS, padding=model.padding):
+            rows = [tokenized[text.index] for text in chunk.texts]
+            results = embed_chunk(rows, Heads.DENSE, model.backends[0], NoTelemetry())
+            for text, result in zip(chunk.texts, results, strict=True):
+                vectors[text.index] = result.dense
+        return np.array([vectors[index] for index in range(len(texts))])
+
+    return embed
 
 
 def flag_embedding(directory: Path, threads: int) -> Embed:

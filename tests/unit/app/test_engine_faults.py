@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 import pytest
 from bge_m3_server.app.engine import Engine, EngineSettings
+from bge_m3_server.app.supervisor import SupervisorSettings
 from bge_m3_server.domain import CostModel, Embedder, InferenceError, NoTelemetry, NoWorkersError
 from bge_m3_server.domain.testing import FakeBackend, FakeTokenizer
 from bge_m3_server.domain.types import Heads
@@ -231,6 +232,29 @@ def test_a_broken_model_is_loaded_again():
         assert_right(asyncio.run(ask(engine)), TEXTS)
         assert fresh.runs
         assert engine.status().failure is None
+
+
+@pytest.mark.parametrize("fault", [Fault.HANG, Fault.DIE])
+def test_a_fresh_model_that_hangs_in_its_self_test_is_replaced_too(fault):
+    """Nobody waits for it for ever: the next one is loaded."""
+    broken, stuck, fresh = FaultBackend(), FaultBackend(), FaultBackend()
+    stuck.next_faults.append(fault)
+    impatient = SupervisorSettings(tick_seconds=0.01, self_test_seconds=0.1)
+
+    async def ask(engine):
+        broken.error = InferenceError("the device is lost")
+        with contextlib.suppress(InferenceError):
+            await engine.embed(TEXTS, Heads.DENSE)
+        await until(lambda: broken.closed)
+        return await engine.embed(TEXTS, Heads.DENSE)
+
+    try:
+        with loaded_from(failing_loader(broken, stuck, fresh), supervisor=impatient) as engine:
+            assert_right(asyncio.run(ask(engine)), TEXTS)
+            assert fresh.runs
+            assert engine.status().failure is None
+    finally:
+        stuck.released.set()
 
 
 def test_bad_texts_alone_never_reload_the_model():
