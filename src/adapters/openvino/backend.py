@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from ...domain.errors import (
     OutOfMemoryError,
 )
 from ...domain.types import Attention, Floats, HeadProjections, ModelContract, TokenBatch
+from ..memory.mapped import drop_mapped_pages
 from ..models.contract import TensorSpec, read_contract
 from ..models.inputs import graph_inputs
 from ..models.onnx_file import GraphDescription, check_external_data, inspect_graph
@@ -63,12 +65,16 @@ class OpenVinoBackend:
 
     A compiled model in which a run failed is not used again: shapes of the failed run stay in it,
     and spoil the next run of the shape before. The next run compiles the model anew.
+
+    `after_first_run` is called once: the plugin packs weights its own way in the first run, and
+    looks at the file no more but for rows of the embedding table.
     """
 
     contract: ModelContract
     projections: HeadProjections
     _compile: Callable[[], Any] | None
     _compiled: Any
+    _after_first_run: Callable[[], None] | None = None
     _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
 
     def run(self, batch: TokenBatch, outputs: Sequence[str]) -> Mapping[str, Floats]:
@@ -90,7 +96,7 @@ class OpenVinoBackend:
             request = compiled.create_infer_request()
             request.start_async(inputs, share_inputs=True)
             request.wait()
-            return {name: np.array(request.get_tensor(name).data) for name in outputs}
+            results = {name: np.array(request.get_tensor(name).data) for name in outputs}
         except Exception as error:  # what the engine raises is not documented
             self._drop(compiled)
             kind = OutOfMemoryError if is_out_of_memory(error) else InferenceError
@@ -98,6 +104,11 @@ class OpenVinoBackend:
                 f"openvino failed on a batch of shape {batch.ids.shape}: {reason(error)}; "
                 "if it keeps failing, choose another engine"
             ) from error
+        with self._lock:
+            after_first_run, self._after_first_run = self._after_first_run, None
+        if after_first_run is not None:
+            after_first_run()
+        return results
 
     def close(self) -> None:
         """Drop the model: its memory is returned when the last run in progress ends."""
@@ -156,7 +167,13 @@ def load_openvino_backend(
         again, _ = _read(core, graph_path)
         return _compile(core, again, options)
 
-    return OpenVinoBackend(contract, projections, compile_again, _compile(core, model, options))
+    return OpenVinoBackend(
+        contract,
+        projections,
+        compile_again,
+        _compile(core, model, options),
+        after_first_run=partial(drop_mapped_pages, graph_path.with_suffix(".bin")),
+    )
 
 
 def compile_options(
