@@ -26,7 +26,7 @@ from ...domain.fidelity import FLOORS, Fidelity, fidelity, shortfalls
 from ...domain.padding import cpu_padding
 from ...domain.ports import InferenceBackend, Tokenizer
 from ...domain.types import Attention, Embedding, HeadProjections, ModelContract
-from .block_weights import quantize_matmuls, store_remaining
+from .block_weights import halve_tables, quantize_matmuls, store_remaining
 from .contract import ATTENTION_HEADS_KEY, ATTENTION_KEY, MAX_TOKENS_KEY
 from .files import ModelFiles, is_whole, verify_file, write_record
 from .fusion import fuse, make_mask_optional
@@ -40,7 +40,7 @@ if sys.platform != "win32":
 
 logger = logging.getLogger(__name__)
 
-RECIPE_VERSION = 1
+RECIPE_VERSION = 2
 """Raised whenever the same source would be prepared into different files."""
 
 BLOCK_SIZES = (128, 32)
@@ -235,6 +235,7 @@ def _write(
     with (building / f"{GRAPH_NAME}_data").open("wb") as data:
         file = WeightsFile(data, f"{GRAPH_NAME}_data")
         quantize_matmuls(model, weights, file, block_size)
+        halve_tables(model, weights, file)
         add_ready_heads(model, contract, source.projections)
         store_remaining(model, weights, file)
     graph_path.write_bytes(model.SerializeToString())

@@ -4,7 +4,12 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from bge_m3_server.adapters.models.block_weights import quantize, quantize_matmuls, store_remaining
+from bge_m3_server.adapters.models.block_weights import (
+    halve_tables,
+    quantize,
+    quantize_matmuls,
+    store_remaining,
+)
 from bge_m3_server.adapters.models.weights import LARGE_BYTES, WeightsFile, read_structure
 from bge_m3_server.domain.errors import CorruptFileError, PreparationError
 from hypothesis import given
@@ -161,3 +166,40 @@ def test_a_file_that_is_no_model_is_called_damaged(tmp_path):
     (tmp_path / "model.onnx").write_bytes(b"\xff\xff\xff\xff")
     with pytest.raises(CorruptFileError, match=r"model\.onnx"):
         read_structure(tmp_path / "model.onnx")
+
+
+def test_large_tables_are_kept_in_half_precision(tmp_path):
+    """Rows come out as float32, rounded to float16; a table used twice is stored once."""
+    table = np.random.default_rng(1).standard_normal((LARGE_BYTES // 32 + 1, 8)).astype(np.float32)
+    small = np.arange(16, dtype=np.float32).reshape(2, 8)
+    int64, float32 = TensorProto.INT64, TensorProto.FLOAT
+    graph = helper.make_graph(
+        [
+            helper.make_node("Gather", ["table", "ids"], ["left"]),
+            helper.make_node("Gather", ["table", "ids"], ["right"]),
+            helper.make_node("Gather", ["small", "kind"], ["third"]),
+            helper.make_node("Sum", ["left", "right", "third"], ["sum"]),
+        ],
+        "tables",
+        [helper.make_tensor_value_info(name, int64, ["n"]) for name in ("ids", "kind")],
+        [helper.make_tensor_value_info("sum", float32, ["n", 8])],
+        [numpy_helper.from_array(table, "table"), numpy_helper.from_array(small, "small")],
+    )
+    onnx.save_model(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9),
+        tmp_path / "source.onnx",
+    )
+
+    model, weights = read_structure(tmp_path / "source.onnx")
+    with (tmp_path / "halved.onnx_data").open("wb") as data:
+        file = WeightsFile(data, "halved.onnx_data")
+        halve_tables(model, weights, file)
+        store_remaining(model, weights, file)
+    (tmp_path / "halved.onnx").write_bytes(model.SerializeToString())
+
+    ids, kind = np.array([0, 5, len(table) - 1]), np.array([0, 1, 1])
+    session = onnxruntime.InferenceSession(tmp_path / "halved.onnx")
+    (found,) = session.run(None, {"ids": ids, "kind": kind})
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, 2 * table.astype(np.float16)[ids] + small[kind])
+    assert (tmp_path / "halved.onnx_data").stat().st_size == table.nbytes // 2
