@@ -40,7 +40,7 @@ if sys.platform != "win32":
 
 logger = logging.getLogger(__name__)
 
-RECIPE_VERSION = 2
+RECIPE_VERSION = 3
 """Raised whenever the same source would be prepared into different files."""
 
 BLOCK_SIZES = (128, 32)
@@ -235,7 +235,8 @@ def _write(
     with (building / f"{GRAPH_NAME}_data").open("wb") as data:
         file = WeightsFile(data, f"{GRAPH_NAME}_data")
         quantize_matmuls(model, weights, file, block_size)
-        halve_tables(model, weights, file)
+        if engine.is_fused:  # OpenVINO's own format halves tables too, and is not widened in memory
+            halve_tables(model, weights, file)
         add_ready_heads(model, contract, source.projections)
         store_remaining(model, weights, file)
     graph_path.write_bytes(model.SerializeToString())
