@@ -5,15 +5,14 @@ import json
 import httpx
 import numpy as np
 import pytest
-from bge_m3_server.adapters.openvino.package import is_installed
 
+from tests.support.openvino_mark import needs_openvino
 from tests.support.preparable import TOO_COARSE, write_preparable
 from tests.support.server_process import READY_LINE, post, run_cli, running_server
 from tests.support.tiny_models import write_tiny_model
 
 TEXTS = ["hello world", "what is it?", "the a w1 w2 w3 w4 w5 w6 w7 w8 w9 " * 4]
 REFUSED = "sparse weight correlation is 0."
-needs_openvino = pytest.mark.skipif(not is_installed(), reason="openvino is not installed")
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ from unittest.mock import ANY
 
 import numpy as np
 import pytest
-from bge_m3_server.adapters.openvino.package import is_installed
 from bge_m3_server.app.config import load_config
 
+from tests.support.openvino_mark import needs_openvino
 from tests.support.preview_fixture import preview_cache_dir
 from tests.support.server_process import running_server
 
@@ -29,7 +29,7 @@ OF_THE_MOMENT = {"created", "elapsed_ms", "drain_tokens_per_second"}
         "cpu",
         pytest.param(
             "openvino",
-            marks=pytest.mark.skipif(not is_installed(), reason="openvino is not installed"),
+            marks=needs_openvino,
         ),
     ],
 )

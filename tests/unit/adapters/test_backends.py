@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from bge_m3_server.adapters.models.torch_weights import read_linear
 from bge_m3_server.adapters.openvino.backend import OpenVinoSettings, load_openvino_backend
-from bge_m3_server.adapters.openvino.package import is_installed
 from bge_m3_server.adapters.ort.cpu import cpu_providers
 from bge_m3_server.adapters.ort.session import SessionSettings, load_backend
 from bge_m3_server.domain.embedder import NoTelemetry, embed_chunk, pad
@@ -15,20 +14,19 @@ from bge_m3_server.domain.types import HeadProjections, Heads
 from onnx import helper
 
 from tests.support.graphs import echo_graph, graph_for_texts_of, texts, write_graph
+from tests.support.openvino_mark import needs_openvino
 from tests.support.tiny_models import write_tiny_model
 
 LAYOUTS = ["sentence_and_tokens", "last_hidden_state", "ready_heads"]
 ALL_HEADS = Heads.DENSE | Heads.SPARSE | Heads.COLBERT
 
 
-@pytest.fixture(params=["onnxruntime", "openvino"])
+@pytest.fixture(params=["onnxruntime", pytest.param("openvino", marks=needs_openvino)])
 def load(request, tmp_path):
     """Loads a graph on one engine: a function of its path and its head weights."""
     if request.param == "onnxruntime":
         on_ort = SessionSettings(intra_threads=1, cache_dir=tmp_path / "cache")
         return lambda graph, heads: load_backend(graph, heads, on_ort, cpu_providers(on_ort))
-    if not is_installed():
-        pytest.skip("openvino is not installed")
     settings = OpenVinoSettings(intra_threads=1, streams=2, precision_hint="f32")
     return lambda graph, heads: load_openvino_backend(graph, heads, settings)
 

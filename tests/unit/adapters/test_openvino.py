@@ -25,9 +25,9 @@ from bge_m3_server.domain.types import HeadProjections
 
 from tests.support.eight_bit import write_eight_bit
 from tests.support.graphs import graph_for_texts_of, texts
+from tests.support.openvino_mark import needs_openvino
 from tests.support.tiny_models import write_tiny_model
 
-needs_openvino = pytest.mark.skipif(not is_installed(), reason="openvino is not installed")
 EXACT = OpenVinoSettings(intra_threads=1, precision_hint="f32")
 METADATA = {
     "bge_m3_server.max_tokens": "60",

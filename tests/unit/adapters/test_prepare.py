@@ -16,7 +16,6 @@ from bge_m3_server.adapters.models.local import local_model
 from bge_m3_server.adapters.models.prepare import BLOCK_SIZES, Engine, prepare
 from bge_m3_server.adapters.openvino.backend import OpenVinoSettings, load_openvino_backend
 from bge_m3_server.adapters.openvino.ir import write_ir
-from bge_m3_server.adapters.openvino.package import is_installed
 from bge_m3_server.adapters.tokenizer import load_tokenizer
 from bge_m3_server.domain.cost_model import CostModel
 from bge_m3_server.domain.embedder import Embedder
@@ -24,6 +23,7 @@ from bge_m3_server.domain.errors import CacheDirectoryError, CorruptFileError, P
 from bge_m3_server.domain.fidelity import FLOORS, fidelity, shortfalls
 from bge_m3_server.domain.types import Attention, GraphLayout, HeadProjections
 
+from tests.support.openvino_mark import needs_openvino
 from tests.support.preparable import ORT, SMALL, Loads, load_on_cpu, write_preparable
 from tests.support.tiny_models import write_linear, write_tiny_model
 
@@ -92,7 +92,6 @@ OPENVINO = Engine(
         graph, HeadProjections(), OpenVinoSettings(intra_threads=1)
     ),
 )
-needs_openvino = pytest.mark.skipif(not is_installed(), reason="openvino is not installed")
 
 
 @pytest.mark.parametrize(

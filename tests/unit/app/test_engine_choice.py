@@ -21,6 +21,7 @@ from bge_m3_server.domain.embedder import pad
 from bge_m3_server.domain.types import GpuDevice, HeadProjections
 
 from tests.support.graphs import texts
+from tests.support.openvino_mark import needs_openvino
 from tests.support.tiny_models import write_tiny_model
 
 CPU_ENGINES = {ExecutionProvider.CPU, ExecutionProvider.OPENVINO}
@@ -84,7 +85,7 @@ def test_nothing_takes_the_place_of_onnx_runtime():
     assert fallback_of(chosen_by_rule(ExecutionProvider.CPU)) is None
 
 
-@pytest.mark.skipif(not is_installed(), reason="openvino is not installed")
+@needs_openvino
 @pytest.mark.parametrize("model", ["auto", "w8", "fp32"])
 def test_a_model_in_full_precision_is_computed_so(model, tmp_path):
     """Nothing checks what bfloat16 does to it, whatever was asked for before it was served."""
