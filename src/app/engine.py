@@ -229,8 +229,11 @@ class Engine:
         self._admission.require_tokens(needed_tokens, pool.waiting_tokens, pool.tokens_per_second)
         if tuning := self._supervisor.tuning:
             require_room([len(text) for text in tokenized], tuning)
-        first_inputs = [places.index(place) for place in range(len(texts_once))]
-        job = Job(texts_once, heads, self._clock(), inputs=first_inputs)
+        first_inputs: dict[int, int] = {}
+        for index, place in enumerate(places):  # places are numbered as they first appear
+            first_inputs.setdefault(place, index)
+        inputs = tuple(first_inputs.values())
+        job = Job(texts_once, heads, self._clock(), inputs=inputs)
         await self._run(job, deadline)
         return JobResult(
             embeddings=[job.results[place] for place in places],

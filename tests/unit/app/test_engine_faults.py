@@ -86,6 +86,17 @@ def test_a_guilty_text_fails_alone(fault):
         assert engine.status().live_workers == 2
 
 
+def test_a_guilty_text_is_named_by_its_first_place_among_repeated_ones():
+    """Texts that are computed once keep the places that the client gave them."""
+    backend = FaultBackend()
+    with faulty_engine(backend, workers=1) as engine:
+        backend.poison = poisoned("poison", Fault.RAISE)
+        with pytest.raises(InferenceError, match=r"input\[3\]") as caught:
+            asyncio.run(engine.embed(["same", "same", "other", "poison", "poison"], Heads.DENSE))
+
+    assert caught.value.index == 3
+
+
 def test_a_guilty_text_is_not_tried_for_ever():
     """The passes that one bad text causes are few."""
     backend = FaultBackend()
