@@ -85,8 +85,8 @@ def quantize(matrix: Array, block_size: int) -> tuple[NDArray[np.uint8], NDArray
 def halve_tables(model: onnx.ModelProto, weights: Weights, file: WeightsFile) -> None:
     """Turn large float32 tables, of which rows are gathered, into float16; they go to `file`.
 
-    What is rounded is a hundredth of what 8-bit weights round. Rows are widened as they are
-    gathered, so a mapped table takes half the memory and half the disk.
+    This rounds a tenth as much as 8-bit weights do. Rows are widened as they are gathered, so a
+    mapped table takes half the memory and half the disk.
     """
     graph = model.graph
     nodes: list[onnx.NodeProto] = []

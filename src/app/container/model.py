@@ -63,7 +63,8 @@ def load_model(
         if fallback is None:
             raise
         logger.warning("the engine that was chosen does not run here, ONNX Runtime does: %s", error)
-        return _load(fallback, gpus, workers, probes, tuner, is_tested=False)
+    # Not above: while the error is handled it holds what was loaded, which would count as memory.
+    return _load(fallback, gpus, workers, probes, tuner, is_tested=False)
 
 
 def _load(  # noqa: PLR0913  what `load_model` was given

@@ -127,8 +127,9 @@ def _as_it_is(onnx_path: Path) -> Path:
 def _to_ir(onnx_path: Path) -> Path:
     """OpenVINO's own format, which it maps; the ONNX file and its weights are removed."""
     xml_path = onnx_path.with_suffix(".xml")
-    write_ir(onnx_path, xml_path, _own(inspect_graph(onnx_path).metadata))
-    for external in {reference.location for reference in inspect_graph(onnx_path).external}:
+    graph = inspect_graph(onnx_path)
+    write_ir(onnx_path, xml_path, _own(graph.metadata))
+    for external in {reference.location for reference in graph.external}:
         (onnx_path.parent / external).unlink()
     onnx_path.unlink()
     return xml_path
