@@ -5,6 +5,7 @@
 
 import asyncio
 import json
+import math
 import random
 import sys
 import time
@@ -23,12 +24,25 @@ from benchmarks.harness import (
     served_engine,
 )
 from tests.support.fault_backend import Fault
+from tests.support.serve import Address
 
 COST = CostModel(1.0, 0.0, 512)
-FAULTS = (Fault.RAISE, Fault.DIE, Fault.HANG, Fault.OUT_OF_MEMORY, Fault.NON_FINITE)
+FAULTS = {
+    Fault.RAISE: 10,
+    Fault.DIE: 10,
+    Fault.OUT_OF_MEMORY: 10,
+    Fault.NON_FINITE: 10,
+    Fault.HANG: 1,
+}
+"""And how often each comes, compared with the others: a hang keeps its worker for seconds."""
+
 MEAN_SECONDS_BETWEEN_FAULTS = 0.1
-HANG_SECONDS = 0.3
+HANG_SECONDS = 3.0
+TRUTH_SECONDS = 2.0
+"""So long after a worker began to hang, `/health` must know of it."""
+
 CLIENTS = 16
+RECOVERY_LIMIT_SECONDS = 30.0
 
 
 @attrs.define
@@ -37,6 +51,8 @@ class FaultReport:
 
     `faults`: how many were injected.
     `poisoned`: answers to requests with a text that kills its worker whenever it runs.
+    `hangs_told`, `hangs_hidden`: looks at `/health` while a worker had hung for longer than
+    `TRUTH_SECONDS`, by whether it was told.
     `slowest_probe_seconds`: of `/live` and `/health`.
     `recovery_seconds`: from the last fault until `/health` and `/health/deep` are ok.
     """
@@ -44,6 +60,8 @@ class FaultReport:
     tally: Tally = attrs.field(factory=Tally)
     poisoned: Tally = attrs.field(factory=Tally)
     faults: int = 0
+    hangs_told: int = 0
+    hangs_hidden: int = 0
     slowest_probe_seconds: float = 0.0
     recovery_seconds: float = 0.0
 
@@ -57,6 +75,8 @@ class FaultReport:
                 found.append(f"answers {untyped}")
         if not self.tally.answers[200] or not self.poisoned.answers[500]:
             found.append("too little happened")
+        if self.hangs_hidden or not self.hangs_told:
+            found.append(f"of hanging workers, {self.hangs_hidden} were hidden")
         if self.slowest_probe_seconds > 2:
             found.append(f"a probe took {self.slowest_probe_seconds:.2f} s")
         if self.recovery_seconds > 10:
@@ -66,52 +86,81 @@ class FaultReport:
 
 def run(seconds: float, seed: int = 1) -> FaultReport:
     """Inject faults for so long under load, then let it recover."""
-    corpus = Corpus(200, (5, 10, 20, 40))
     backend = ForgetfulBackend(seconds_per_position=20e-6)
     report = FaultReport()
     with served_engine(backend, COST, hang_timeout_seconds=HANG_SECONDS) as (_, address):
         backend.poison = {FakeTokenizer().word_id("poison"): Fault.DIE}
 
-        async def inject(until: float) -> None:
-            chance = random.Random(seed)
-            while time.monotonic() < until:
-                await asyncio.sleep(chance.expovariate(1 / MEAN_SECONDS_BETWEEN_FAULTS))
-                backend.next_faults.append(chance.choice(FAULTS))
-                report.faults += 1
-
-        async def poison(until: float) -> None:
-            client = Client(address)
-            while time.monotonic() < until:
-                status, _ = await client.embed(["harmless", "poison"])
-                report.poisoned.answers[status] += 1
-                await asyncio.sleep(0.3)
-            client.close()
-
-        async def probe(until: float) -> None:
-            client = Client(address)
-            while time.monotonic() < until:
-                started = time.monotonic()
-                await client.ask("GET", "/live")
-                await client.ask("GET", "/health")
-                took = time.monotonic() - started
-                report.slowest_probe_seconds = max(report.slowest_probe_seconds, took)
-                await asyncio.sleep(0.05)
-            client.close()
-
         async def campaign() -> None:
-            until = time.monotonic() + seconds
+            corpus, until = Corpus(200, (5, 10, 20, 40)), time.monotonic() + seconds
             clients = [closed_loop(address, corpus, report.tally, until) for _ in range(CLIENTS)]
-            await asyncio.gather(*clients, inject(until), poison(until), probe(until))
+            await asyncio.gather(
+                *clients,
+                _inject(backend, report, random.Random(seed), until),
+                _send_poison(address, report, until),
+                _probe(address, backend, report, until),
+            )
             backend.next_faults.clear()
-            started = time.monotonic()
-            client = Client(address)
-            while not await _is_healthy(client):  # noqa: ASYNC110  the server tells nobody
-                await asyncio.sleep(0.05)
-            report.recovery_seconds = time.monotonic() - started
-            client.close()
+            report.recovery_seconds = await _recovery_seconds(address)
 
         asyncio.run(campaign())
     return report
+
+
+async def _inject(
+    backend: ForgetfulBackend, report: FaultReport, chance: random.Random, until: float
+) -> None:
+    kinds, weights = list(FAULTS), list(FAULTS.values())
+    drawn = Fault.HANG
+    while time.monotonic() < until:
+        await asyncio.sleep(chance.expovariate(1 / MEAN_SECONDS_BETWEEN_FAULTS))
+        # Only what runs can fail: faults must not wait for a model that is being loaded again.
+        if backend.calculating > len(backend.next_faults):
+            backend.next_faults.append(drawn)
+            report.faults += 1
+            (drawn,) = chance.choices(kinds, weights)
+
+
+async def _send_poison(address: Address, report: FaultReport, until: float) -> None:
+    client = Client(address)
+    while time.monotonic() < until:
+        status, _ = await client.embed(["harmless", "poison"])
+        report.poisoned.answers[status] += 1
+        await asyncio.sleep(0.3)
+    client.close()
+
+
+async def _probe(
+    address: Address, backend: ForgetfulBackend, report: FaultReport, until: float
+) -> None:
+    client = Client(address)
+    while time.monotonic() < until:
+        started = time.monotonic()
+        await client.ask("GET", "/live")
+        _, _, body = await client.ask("GET", "/health")
+        took = time.monotonic() - started
+        report.slowest_probe_seconds = max(report.slowest_probe_seconds, took)
+        # A worker that is about to be replaced may be so between our look and the server's.
+        hanging = sum(
+            TRUTH_SECONDS < started - since < HANG_SECONDS - took - 0.2
+            for since in backend.hanging_since
+        )
+        health = json.loads(body)
+        told = health["workers"]["suspect"] if health["status"] == "warn" else 0
+        report.hangs_told += min(told, hanging)
+        report.hangs_hidden += max(hanging - told, 0)
+        await asyncio.sleep(0.05)
+    client.close()
+
+
+async def _recovery_seconds(address: Address) -> float:
+    client, started = Client(address), time.monotonic()
+    while not await _is_healthy(client):
+        if time.monotonic() - started > RECOVERY_LIMIT_SECONDS:
+            return math.inf
+        await asyncio.sleep(0.05)
+    client.close()
+    return time.monotonic() - started
 
 
 async def _is_healthy(client: Client) -> bool:
@@ -125,6 +174,7 @@ def main() -> None:
     report = run(float(sys.argv[1]) if len(sys.argv) > 1 else 600)
     print(f"faults: {report.faults}")
     print(f"answers: {dict(report.tally.answers)}, to poison: {dict(report.poisoned.answers)}")
+    print(f"hanging workers in /health: {report.hangs_told} told, {report.hangs_hidden} hidden")
     print(f"slowest probe: {report.slowest_probe_seconds:.3f} s")
     print(f"recovery: {report.recovery_seconds:.3f} s")
     print("\n".join(report.problems()) or "all as it must be")

@@ -30,6 +30,10 @@ EXIT_BAD_CONFIGURATION = 2
 EXIT_CUT_SHORT = 3
 """The stop was cut short: work that had been accepted was answered with 503."""
 
+KEEP_ALIVE_SECONDS = 75
+"""An idle connection outlives the usual pools of clients and load balancers (5 s in httpx, 60 s in
+AWS's): whoever closes second never sends into a closed connection."""
+
 STOP_SECONDS = 10.0
 """All requests are answered by then: a worker still at work hangs, or nobody waits for it."""
 
@@ -68,6 +72,7 @@ def serve(config: Config, container: Container) -> int:
             server_header=False,
             http=envelope_protocol(config.read_timeout_seconds),
             ws="none",
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
         ),
         engine,
         grace_seconds=config.shutdown_grace_seconds,
@@ -175,11 +180,20 @@ class DrainingServer(uvicorn.Server):
             grace_seconds = 0
         logger.info("Stopping: not ready any more", extra={"fields": {"signal": sig}})
         self.on_stopping()
+        self._part_with_clients()
         self._engine.drain()
         self._loop.call_later(grace_seconds, self._stop_accepting)
         self._loop.call_later(
             grace_seconds + self._drain_seconds, self._cut_short, "the drain limit has passed"
         )
+
+    def _part_with_clients(self) -> None:
+        """Every answer is the last on its connection: nobody asks on one that is about to close."""
+        self.config.encoded_headers.append((b"connection", b"close"))
+        self.server_state.default_headers = [
+            *self.server_state.default_headers,
+            (b"connection", b"close"),
+        ]
 
     def _stop_accepting(self) -> None:
         self.should_exit = True

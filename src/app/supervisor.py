@@ -39,12 +39,15 @@ class SupervisorSettings:
     """Seconds; 0 turns idle unload and heartbeat off.
 
     `self_test_seconds`: how long a freshly loaded model may take for two short texts.
+    `reload_pause_seconds`: before the second try to load a model again; before the third, twice as
+    long. What keeps a file or a device for a moment is not the end of the service.
     """
 
     idle_timeout_seconds: float = 0.0
     heartbeat_seconds: float = 0.0
     tick_seconds: float = 0.25
     self_test_seconds: float = 60.0
+    reload_pause_seconds: float = 1.0
 
 
 class Supervisor:
@@ -77,7 +80,7 @@ class Supervisor:
         self._more_figures: list[Callable[[], Mapping[str, int]]] = []
         self._passed = Passed()
         self._wake = threading.Event()
-        self._is_stopping = False
+        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
 
     @property
@@ -133,7 +136,7 @@ class Supervisor:
 
     def stop(self) -> None:
         """End the thread; whoever waits for a model is turned away."""
-        self._is_stopping = True
+        self._stopping.set()
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -144,7 +147,7 @@ class Supervisor:
             self._model = None
 
     def _watch(self) -> None:
-        while not self._is_stopping:
+        while not self._stopping.is_set():
             self._wake.wait(self._settings.tick_seconds)
             self._wake.clear()
             try:
@@ -209,7 +212,9 @@ class Supervisor:
 
     def _load_again(self) -> None:
         started = self._clock()
-        for _ in range(RELOAD_LIMIT):
+        for attempt in range(RELOAD_LIMIT):
+            if self._stopping.wait(attempt * self._settings.reload_pause_seconds):
+                return
             try:
                 model = load_tested(self._load_model, self._settings.self_test_seconds)
             except Exception:

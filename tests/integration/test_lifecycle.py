@@ -5,6 +5,7 @@ import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from pathlib import Path
 
 import httpx
@@ -122,6 +123,48 @@ def test_half_a_request_does_not_keep_the_server_from_stopping(preview):
         assert b"retry-after: 5" in head
         assert json.loads(body)["error"]["message"] == "the server is stopping"
         assert server.process.wait(timeout=30) == 0
+
+
+def test_a_client_that_connects_at_the_last_moment_gets_an_answer(preview):
+    """Its connection is not reset while its request is on the way, even after a second signal."""
+    with running_server({**preview, "BGE_M3_SHUTDOWN_GRACE_SECS": "60"}) as server:
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for_log("Stopping: not ready any more")
+        time.sleep(0.5)  # a second signal at once would count as the first
+        with socket.create_connection(address_of(server), timeout=30) as late:
+            httpx.get(f"{server.url}/health")  # the loop has taken it in
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_for_log("Shutting down")
+            late.sendall(request_bytes(b'{"input":"a"}'))
+            answer = b"".join(iter(lambda: late.recv(65536), b""))
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503")
+        assert json.loads(body)["error"]["message"] == "the server is stopping"
+        assert server.process.wait(timeout=30) == 3
+
+
+def test_connections_outlive_their_idle_clients_and_end_with_the_grace_period(preview):
+    """Nobody sends into one that closes: it is kept until an answer says that it was the last."""
+    with running_server({**preview, "BGE_M3_SHUTDOWN_GRACE_SECS": "60"}) as server:
+        connection = HTTPConnection(*address_of(server), timeout=30)
+        connection.auto_open = False
+        connection.connect()
+
+        def ask():
+            connection.request("GET", "/live")
+            answer = connection.getresponse()
+            answer.read()
+            return answer.status, answer.getheader("connection")
+
+        assert ask() == (200, None)
+        time.sleep(6)  # uvicorn's own limit is 5 s
+        assert ask() == (200, None)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for_log("Stopping: not ready any more")
+        assert ask() == (200, "close")
+        time.sleep(0.5)  # a second signal at once would count as the first
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=30) == 3
 
 
 def test_an_answer_that_nobody_reads_does_not_keep_the_server_from_stopping(preview):

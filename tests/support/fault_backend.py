@@ -27,9 +27,11 @@ class FaultBackend(FakeBackend):
 
     `poison`: a batch with one of these ids suffers its fault.
     `next_faults`: the next runs suffer these, whatever they hold.
+    `calculating`: runs that take their time and can still be struck by one of `next_faults`.
     `memory_positions`: rows × length beyond which memory runs out.
     `seconds_per_run`, `seconds_per_position`: how long a run takes.
     `released`: lets hanging runs go on.
+    `hanging_since`: when each run that hangs began to, by the clock of `time.monotonic`.
     `attempts`: runs so far, failed ones included.
     """
 
@@ -39,14 +41,19 @@ class FaultBackend(FakeBackend):
     seconds_per_run: float = 0.0
     seconds_per_position: float = 0.0
     released: threading.Event = attrs.field(factory=threading.Event)
+    hanging_since: list[float] = attrs.field(factory=list, init=False)
     attempts: int = attrs.field(default=0, init=False)
+    calculating: int = attrs.field(default=0, init=False)
+    _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
 
     def run(self, batch, outputs):
         """Suffer a fault, or behave as usual."""
         self.attempts += 1
         seconds = self.seconds_per_run + self.seconds_per_position * batch.ids.size
         if seconds:
+            self._count(1)
             time.sleep(seconds)
+            self._count(-1)
         fault = self._fault(batch)
         match fault:
             case Fault.RAISE:
@@ -54,6 +61,7 @@ class FaultBackend(FakeBackend):
             case Fault.DIE:
                 raise SystemExit("injected death")
             case Fault.HANG:
+                self.hanging_since.append(time.monotonic())
                 self.released.wait(timeout=60)
             case Fault.OUT_OF_MEMORY:
                 raise OutOfMemoryError("injected: memory ran out")
@@ -61,6 +69,10 @@ class FaultBackend(FakeBackend):
         if fault is Fault.NON_FINITE:
             return {name: np.full_like(values, np.nan) for name, values in answer.items()}
         return answer
+
+    def _count(self, change):
+        with self._lock:
+            self.calculating += change
 
     def _fault(self, batch):
         if self.memory_positions is not None and batch.ids.size > self.memory_positions:

@@ -52,7 +52,7 @@ class EmbeddingDoor:
         """
         status = self.service.status()
         if not status.ready or status.model is None:
-            raise NotReadyError("model not ready")
+            raise NotReadyError("the server is stopping" if status.draining else "model not ready")
         if status.live_workers == 0:
             raise NoWorkersError("no workers available")
         return status.model

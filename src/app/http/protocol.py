@@ -18,7 +18,8 @@ from .request_id import request_id
 READ_TIMEOUT_SECONDS = 30.0
 
 LAST_READ_SECONDS = 0.5
-"""So long may the rest of a request take that is under way when the server stops accepting."""
+"""When the server stops accepting, so long may a request take that is under way, be it that its
+connection has only just been made."""
 
 
 class EnvelopeProtocol(HttpToolsProtocol):
@@ -65,9 +66,10 @@ class EnvelopeProtocol(HttpToolsProtocol):
         self._is_reading = False
 
     def shutdown(self) -> None:
-        """Close the connection after the answer; what is only half there gets a 503 soon."""
-        super().shutdown()
-        self.loop.call_later(LAST_READ_SECONDS, self._refuse_half)
+        """Close the connection after the answer; what has not come soon will not be read."""
+        if self.cycle is not None:
+            super().shutdown()
+        self.loop.call_later(LAST_READ_SECONDS, self._end_reading)
 
     def send_400_response(self, msg: str) -> None:
         """Answer and close: after bytes like these nothing on the connection can be trusted."""
@@ -108,9 +110,12 @@ class EnvelopeProtocol(HttpToolsProtocol):
         is_earlier = cycle is not None and cycle is not self._current()
         return bool(self.pipeline) or (is_earlier and not self.cycle.response_complete)
 
-    def _refuse_half(self) -> None:
+    def _end_reading(self) -> None:
+        """Half a request gets a 503; a client that has never asked gets nothing."""
         if self._is_reading and not self._owes_answer():
             self._refuse(STOPPING)
+        elif self.cycle is None:
+            self.transport.close()
 
     def _refuse(self, failure: Failure) -> None:
         """Answer, if nothing was answered yet, and close; the application sees its client leave."""

@@ -307,6 +307,33 @@ def test_a_model_that_cannot_be_loaded_again_ends_in_fail():
             asyncio.run(engine.embed(["late"], Heads.DENSE))
 
 
+def test_a_model_that_cannot_be_loaded_again_gets_a_pause_and_a_stop_does_not_wait_for_it():
+    """What keeps a file or a device may pass; whoever stops the server need not wait for that."""
+    broken, tries = FaultBackend(), []
+
+    def load():
+        tries.append(time.monotonic())
+        if len(tries) > 1:
+            raise InferenceError("the device is busy")
+        return loaded_model(broken, cost_model=BATCHES)
+
+    async def fail(engine):
+        broken.error = InferenceError("the device is lost")
+        with contextlib.suppress(InferenceError):
+            await engine.embed(TEXTS, Heads.DENSE)
+        await until(lambda: len(tries) == 2)
+
+    patient = attrs.evolve(TICK, reload_pause_seconds=3600)
+    with loaded_from(load, supervisor=patient) as engine:
+        asyncio.run(fail(engine))
+        assert "is being loaded again" in engine.status().failure
+        stop = threading.Thread(target=engine.stop, daemon=True)
+        stop.start()
+        stop.join(10)
+        assert not stop.is_alive()
+    assert len(tries) == 2
+
+
 def test_a_model_that_keeps_breaking_is_given_up():
     """Reloading is not repeated for ever: the last state is `fail`."""
 
