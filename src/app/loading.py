@@ -16,11 +16,16 @@ from ..domain.self_test import self_test
 from .service import ModelInfo, Tuning
 
 
+def _nothing() -> None:
+    return None
+
+
 @attrs.frozen
 class LoadedModel:
     """Everything the pool needs to serve: worker i uses backend i modulo their number.
 
     `padding`: which lengths may share a chunk.
+    `rest`: called after a spell of work, lets go of what the next one can have again at once.
     `is_verified_bge_m3`: the files are the published ones, so their golden numbers must come out.
     """
 
@@ -30,11 +35,8 @@ class LoadedModel:
     cost_model: CostModel
     tuning: Tuning
     padding: PaddingRule = GPU_PADDING
+    rest: Callable[[], None] = _nothing
     is_verified_bge_m3: bool = False
-
-
-def _nothing() -> None:
-    return None
 
 
 @attrs.frozen

@@ -249,6 +249,8 @@ class Supervisor:
         if since is None or since == self._trimmed_after:
             return
         if self._clock() - since >= TRIM_AFTER_SECONDS:
+            if self._model:
+                self._model.rest()
             self._memory.trim()
             self._trimmed_after = since
 

@@ -172,7 +172,7 @@ def load_openvino_backend(
         projections,
         compile_again,
         _compile(core, model, options),
-        after_first_run=partial(drop_mapped_pages, graph_path.with_suffix(".bin")),
+        after_first_run=partial(drop_mapped_pages, [graph_path.with_suffix(".bin")]),
     )
 
 

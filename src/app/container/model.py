@@ -3,10 +3,12 @@
 import logging
 import platform
 from collections.abc import Sequence
+from functools import partial
 
 from ... import __version__
 from ...adapters.coefficient_store import model_fingerprint
 from ...adapters.memory.cpu_count import cpu_model
+from ...adapters.memory.mapped import drop_mapped_pages
 from ...adapters.memory.peak import peak_memory
 from ...adapters.memory.rss import resident_bytes
 from ...adapters.memory.trim import trim_heap
@@ -121,6 +123,7 @@ def _load(  # noqa: PLR0913  what `load_model` was given
         cost_model=cost_model,
         tuning=tuning,
         padding=padding_rule(config, threads),
+        rest=partial(drop_mapped_pages, list(files.graph_path.parent.iterdir())),
         # A model of another width can pass for BGE-M3 nowhere, so only this width is compared.
         is_verified_bge_m3=files.is_published and contract.hidden_size == BGE_M3_DIMENSIONS,
     )

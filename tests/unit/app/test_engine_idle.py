@@ -159,17 +159,14 @@ class Time:
 
 
 def test_memory_is_given_back_after_each_spell_of_work():
-    """Once, as soon as nothing was to do for a second, though the model stays."""
-    clock, trims = Time(), []
+    """Once, as soon as nothing was to do for a second: by the model, too, though it stays."""
+    clock, rests, trims = Time(), [], []
+    model = attrs.evolve(
+        loaded_model(FakeBackend(), cost_model=BATCHES), rest=lambda: rests.append(clock.now)
+    )
     memory = ProcessMemory(trim=lambda: trims.append(clock.now))
     settings = EngineSettings(supervisor=SupervisorSettings(tick_seconds=0.01))
-    engine = Engine(
-        lambda: loaded_model(FakeBackend(), cost_model=BATCHES),
-        settings,
-        NoTelemetry(),
-        clock,
-        memory,
-    )
+    engine = Engine(lambda: model, settings, NoTelemetry(), clock, memory)
 
     async def work():
         clock.now = 5.0  # long after the model was loaded
@@ -188,4 +185,4 @@ def test_memory_is_given_back_after_each_spell_of_work():
     engine.load()
     with stopping(engine):
         asyncio.run(work())
-        assert trims == [5.0, 11.0, 21.0]
+        assert rests == trims == [5.0, 11.0, 21.0]
