@@ -93,7 +93,7 @@ class Engine:
         self._canary = Canary(self._run_canary, self._pool.status, clock)
 
     def load(self) -> None:
-        """Load the model, test it, start the workers. Blocks; run it in a thread of its own.
+        """Load the model, start the workers. Blocks; run it in a thread of its own.
 
         Raises:
             ModelError: the model cannot be obtained, or fails its self-test.

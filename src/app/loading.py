@@ -4,7 +4,6 @@ import gc
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 
 import attrs
 
@@ -12,7 +11,6 @@ from ..domain.cost_model import CostModel
 from ..domain.errors import SelfTestError
 from ..domain.padding import GPU_PADDING, PaddingRule
 from ..domain.ports import InferenceBackend, Tokenizer
-from ..domain.self_test import self_test
 from .service import ModelInfo, Tuning
 
 
@@ -24,9 +22,8 @@ def _nothing() -> None:
 class LoadedModel:
     """Everything the pool needs to serve: worker i uses backend i modulo their number.
 
-    `padding`: which lengths may share a chunk.
+    Whoever makes one has tested every backend. `padding`: which lengths may share a chunk.
     `rest`: called after a spell of work, lets go of what the next one can have again at once.
-    `is_verified_bge_m3`: the files are the published ones, so their golden numbers must come out.
     """
 
     info: ModelInfo
@@ -36,7 +33,6 @@ class LoadedModel:
     tuning: Tuning
     padding: PaddingRule = GPU_PADDING
     rest: Callable[[], None] = _nothing
-    is_verified_bge_m3: bool = False
 
 
 @attrs.frozen
@@ -50,21 +46,12 @@ class ProcessMemory:
     resident_bytes: Callable[[], int | None] = _nothing
 
 
-def load_tested(load_model: Callable[[], LoadedModel], limit_seconds: float) -> LoadedModel:
-    """Load the model and test every backend, each within `limit_seconds`.
+def run_self_test(test: Callable[[], None], limit_seconds: float) -> None:
+    """Run `test` in a thread of its own: an engine that hangs, or ends its thread, fails it.
 
     Raises:
-        ModelError: the model cannot be obtained, or fails its self-test.
+        SelfTestError: `test` raised it, ended its thread, or took longer than `limit_seconds`.
     """
-    model = load_model()
-    for backend in model.backends:
-        test = partial(self_test, model.tokenizer, backend, is_bge_m3=model.is_verified_bge_m3)
-        _run_within(limit_seconds, test)
-    return model
-
-
-def _run_within(limit_seconds: float, test: Callable[[], None]) -> None:
-    """Run `test` in a thread of its own: an engine that hangs, or ends its thread, fails it."""
     outcome: Future[None] = Future()
 
     def run() -> None:

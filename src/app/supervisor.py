@@ -14,7 +14,7 @@ from ..domain.errors import NotReadyError, NoWorkersError, UnavailableError
 from ..domain.ports import Clock
 from .canary import canary_job
 from .jobs import Job
-from .loading import LoadedModel, ProcessMemory, close, load_tested
+from .loading import LoadedModel, ProcessMemory, close
 from .pace import Passed
 from .service import ProbeStatus, Tuning
 from .worker import PoolStatus
@@ -38,7 +38,6 @@ RELOAD_WINDOW_SECONDS = 600.0
 class SupervisorSettings:
     """Seconds; 0 turns idle unload and heartbeat off.
 
-    `self_test_seconds`: how long a freshly loaded model may take for two short texts.
     `reload_pause_seconds`: before the second try to load a model again; before the third, twice as
     long. What keeps a file or a device for a moment is not the end of the service.
     """
@@ -46,7 +45,6 @@ class SupervisorSettings:
     idle_timeout_seconds: float = 0.0
     heartbeat_seconds: float = 0.0
     tick_seconds: float = 0.25
-    self_test_seconds: float = 60.0
     reload_pause_seconds: float = 1.0
 
 
@@ -118,7 +116,7 @@ class Supervisor:
         Raises:
             ModelError: the model cannot be obtained, or fails its self-test.
         """
-        model = load_tested(self._load_model, self._settings.self_test_seconds)
+        model = self._load_model()
         self.set_cost_model(model.cost_model, model.tuning)
         self._attach(model)
         self._beat_at = self._clock()
@@ -216,7 +214,7 @@ class Supervisor:
             if self._stopping.wait(attempt * self._settings.reload_pause_seconds):
                 return
             try:
-                model = load_tested(self._load_model, self._settings.self_test_seconds)
+                model = self._load_model()
             except Exception:
                 logger.exception("the model could not be loaded again")
                 continue

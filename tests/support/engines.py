@@ -31,7 +31,7 @@ def loaded_model(*backends, cost_model=None):
     )
 
 
-TICK = SupervisorSettings(tick_seconds=0.01, self_test_seconds=5.0, reload_pause_seconds=0.01)
+TICK = SupervisorSettings(tick_seconds=0.01, reload_pause_seconds=0.01)
 
 
 def engine_over(*backends, telemetry=None, cost_model=None, **settings):

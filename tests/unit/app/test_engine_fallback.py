@@ -3,8 +3,17 @@
 import subprocess
 import sys
 
+import attrs
 import pytest
+from bge_m3_server.adapters.openvino.backend import OpenVinoBackend
+from bge_m3_server.adapters.ort.session import OrtBackend
+from bge_m3_server.app.config import ExecutionProvider, load_config
+from bge_m3_server.app.container import build_container
+from bge_m3_server.domain import self_test
+from bge_m3_server.domain.embedder import Embedder
+from bge_m3_server.domain.errors import InferenceError, SelfTestError
 
+from tests.support.openvino_mark import needs_openvino
 from tests.support.server_process import clean_environment
 from tests.support.tiny_models import write_tiny_model
 
@@ -57,3 +66,87 @@ def test_one_that_was_named_stops_the_start(load):
 
     assert done.returncode == 1
     assert "ProviderError: OpenVINO was asked for and cannot be imported" in done.stderr
+
+
+BY_RULE = "auto: the processor has everything"
+
+
+@pytest.fixture
+def tested(monkeypatch):
+    """The kinds of backend that self-tests were run on, in order."""
+    kinds = []
+
+    class Recording(Embedder):
+        def __init__(self, tokenizer, backend, *rest):
+            kinds.append(type(backend))
+            super().__init__(tokenizer, backend, *rest)
+
+    monkeypatch.setattr(self_test, "Embedder", Recording)
+    return kinds
+
+
+@pytest.fixture
+def serving(tmp_path):
+    """The engine of a server on OpenVINO, chosen for this reason, over a tiny model."""
+    write_tiny_model(tmp_path / "model")
+    environment = {
+        "BGE_M3_MODEL_DIR": str(tmp_path / "model"),
+        "BGE_M3_CACHE_DIR": str(tmp_path / "cache"),
+        "BGE_M3_MODEL": "fp32",
+        "BGE_M3_DISABLE_AUTO_BUDGET": "1",
+    }
+
+    def engine(reason):
+        config = attrs.evolve(
+            load_config(environment, "linux"),
+            execution_provider=ExecutionProvider.OPENVINO,
+            execution_provider_reason=reason,
+        )
+        return build_container(config).engine()
+
+    return engine
+
+
+@needs_openvino
+@pytest.mark.parametrize("reason", [BY_RULE, "BGE_M3_EP"])
+def test_a_loaded_model_is_tested_once(serving, tested, reason):
+    """However the engine was chosen, its start costs one self-test."""
+    engine = serving(reason)
+    engine.load()
+    engine.stop()
+
+    assert tested == [OpenVinoBackend]
+
+
+@pytest.fixture
+def fails_on_openvino(monkeypatch):
+    """OpenVINO loads every model, and fails at running it."""
+
+    def run(self, batch, outputs):
+        raise InferenceError("no kernel for this processor")
+
+    monkeypatch.setattr(OpenVinoBackend, "run", run)
+
+
+@needs_openvino
+@pytest.mark.usefixtures("fails_on_openvino")
+def test_an_engine_that_fails_its_self_test_gives_way_too(serving, tested, caplog):
+    """ONNX Runtime serves, and is tested in its turn."""
+    engine = serving(BY_RULE)
+    engine.load()
+    is_ready = engine.status().ready
+    engine.stop()
+
+    assert is_ready
+    assert tested == [OpenVinoBackend, OrtBackend]
+    assert "ONNX Runtime does: the model failed its self-test: no kernel" in caplog.text
+
+
+@needs_openvino
+@pytest.mark.usefixtures("fails_on_openvino")
+def test_one_that_was_named_and_fails_its_self_test_stops_the_start(serving, tested):
+    """It is not replaced."""
+    with pytest.raises(SelfTestError, match="no kernel"):
+        serving("BGE_M3_EP").load()
+
+    assert tested == [OpenVinoBackend]
