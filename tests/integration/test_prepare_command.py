@@ -1,12 +1,15 @@
 """Fetching and preparing from the command line, and starts without room for a prepared model."""
 
 import json
+import os
 
 import pytest
 from bge_m3_server.app.config import load_config
 from bge_m3_server.app.container import build_container
 from bge_m3_server.domain.errors import CacheDirectoryError
+from bge_m3_server.domain.types import Heads
 
+from tests.support.preparable import write_preparable
 from tests.support.server_process import run_cli
 from tests.support.tiny_models import write_tiny_model
 
@@ -73,3 +76,19 @@ def test_a_cache_that_cannot_be_written_stops_who_asked_for_8_bits(tmp_path):
 
     with pytest.raises(CacheDirectoryError, match=r"cache.*3 GB free.*BGE_M3_CACHE_DIR"):
         build_container(config).load_model()
+
+
+def test_heads_that_are_in_the_graph_are_not_read_again(tmp_path):
+    """A start with the prepared form does without what is in the separate head weights."""
+    config = load_config(settings(tmp_path), "linux")
+    write_preparable(tmp_path / "model")
+    build_container(config).prepare()
+    for name in ("sparse_linear.pt", "colbert_linear.pt"):
+        path = tmp_path / "model" / name
+        status = path.stat()
+        path.write_bytes(bytes(status.st_size))  # of the same size and time, so not hashed again
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    model = build_container(config).load_model()
+
+    assert model.info.heads == Heads.DENSE | Heads.SPARSE | Heads.COLBERT

@@ -9,7 +9,7 @@ import onnx
 from bge_m3_server.adapters.models.contract import ATTENTION_HEADS_KEY
 from bge_m3_server.adapters.models.local import local_model
 from bge_m3_server.adapters.models.prepare import Engine, Source
-from bge_m3_server.adapters.models.torch_weights import read_linear
+from bge_m3_server.adapters.models.torch_weights import read_heads
 from bge_m3_server.adapters.ort.cpu import cpu_providers
 from bge_m3_server.adapters.ort.session import SessionSettings, load_backend
 from bge_m3_server.adapters.tokenizer import load_tokenizer
@@ -73,19 +73,14 @@ class Loads:
 
     def of_files(self, files) -> Source:
         """A model wherever its files lie."""
-        projections = HeadProjections(
-            sparse=read_linear(files.sparse_path) if files.sparse_path else None,
-            colbert=read_linear(files.colbert_path) if files.colbert_path else None,
-        )
 
         def load():
             with self.lock:
                 self.count += 1
-            return load_on_cpu(files.graph_path, projections)
+            return load_on_cpu(files.graph_path, read_heads(files))
 
         return Source(
             files,
-            projections,
             lambda max_tokens: load_tokenizer(files.tokenizer_path, max_tokens),
             load,
         )

@@ -25,13 +25,14 @@ from ...domain.errors import CacheDirectoryError, PreparationError
 from ...domain.fidelity import FLOORS, Fidelity, fidelity, shortfalls
 from ...domain.padding import cpu_padding
 from ...domain.ports import InferenceBackend, Tokenizer
-from ...domain.types import Attention, Embedding, HeadProjections, ModelContract
+from ...domain.types import Attention, Embedding, ModelContract
 from .block_weights import halve_tables, quantize_matmuls, store_remaining
 from .contract import ATTENTION_HEADS_KEY, ATTENTION_KEY, MAX_TOKENS_KEY
 from .files import ModelFiles, is_whole, verify_file, write_record
 from .fusion import fuse, make_mask_optional
 from .ready_heads import add_ready_heads
 from .source_digest import source_digest
+from .torch_weights import read_heads
 from .verification_texts import VERIFICATION_TEXTS
 from .weights import WeightsFile, read_structure
 
@@ -85,7 +86,6 @@ class Source:
     """
 
     files: ModelFiles
-    projections: HeadProjections
     load_tokenizer: Callable[[int], Tokenizer]
     load: Callable[[], InferenceBackend]
 
@@ -105,6 +105,7 @@ def prepare(
     Raises:
         PreparationError: the graph cannot be prepared, or comes out too far from its source.
         CorruptFileError: a file of the source is damaged or missing.
+        UnsafeWeightsError, ContractError: a head of the source that is to be put in is no head.
         InferenceError: an engine failed on a fixed text.
         CacheDirectoryError: `cache_dir` cannot be written, or is full.
     """
@@ -237,7 +238,7 @@ def _write(
         quantize_matmuls(model, weights, file, block_size)
         if engine.is_fused:  # OpenVINO's own format halves tables too, and is not widened in memory
             halve_tables(model, weights, file)
-        add_ready_heads(model, contract, source.projections)
+        add_ready_heads(model, contract, read_heads(source.files))
         store_remaining(model, weights, file)
     graph_path.write_bytes(model.SerializeToString())
     return graph_path

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from ...domain.errors import ContractError, CorruptFileError, UnsafeWeightsError
-from ...domain.types import Floats, Projection
+from ...domain.types import Floats, HeadProjections, Projection
+from .files import ModelFiles
 from .tensor_pickle import STORAGE_DTYPES, PickledTensor, read_state_dict
 
 MAX_PICKLE_BYTES = 1 << 20
@@ -26,6 +27,18 @@ _ZIP_ERRORS = (zipfile.BadZipFile, RuntimeError, EOFError, ValueError, OSError, 
 
 _LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
 """The magic number that torch wrote as a pickle of its own before it used zip files."""
+
+
+def read_heads(files: ModelFiles) -> HeadProjections:
+    """The heads that lie beside the graph, as far as there are any.
+
+    Raises:
+        ModelError: as `read_linear` does.
+    """
+    return HeadProjections(
+        sparse=read_linear(files.sparse_path) if files.sparse_path else None,
+        colbert=read_linear(files.colbert_path) if files.colbert_path else None,
+    )
 
 
 def read_linear(path: Path) -> Projection:

@@ -16,7 +16,7 @@ from ...adapters.models.onnx_file import inspect_graph
 from ...adapters.models.prepare import PRECISION, Source, prepare
 from ...adapters.models.prepare import Engine as PreparedEngine
 from ...adapters.models.preview import build_preview
-from ...adapters.models.torch_weights import read_linear
+from ...adapters.models.torch_weights import read_heads
 from ...adapters.openvino.ir import write_ir
 from ...adapters.tokenizer import load_tokenizer
 from ...domain.errors import CacheDirectoryError, PreparationError
@@ -81,20 +81,15 @@ def served_model(config: Config, engine: Engine, threads: int) -> ServedModel:
         ModelError: the model cannot be obtained, or `w8` was asked for and cannot be prepared.
     """
     files = find_files(config)
-    projections = HeadProjections(
-        sparse=read_linear(files.sparse_path) if files.sparse_path else None,
-        colbert=read_linear(files.colbert_path) if files.colbert_path else None,
-    )
     if not is_prepared(config, files):
-        return ServedModel(files, projections)
+        return ServedModel(files, read_heads(files))
     reference = reference_engine(config, threads)
     try:
         prepared = prepare(
             Source(
                 files,
-                projections,
                 lambda max_tokens: load_tokenizer(files.tokenizer_path, max_tokens),
-                lambda: reference.load(files.graph_path, projections, 0, files.precision),
+                lambda: reference.load(files.graph_path, read_heads(files), 0, files.precision),
             ),
             _target(config, engine),
             config.cache_dir,
@@ -104,7 +99,7 @@ def served_model(config: Config, engine: Engine, threads: int) -> ServedModel:
         if config.model is ModelVariant.W8:
             raise
         logger.warning("the model is served as it is: %s", error)
-        return ServedModel(files, projections)
+        return ServedModel(files, read_heads(files))
     finally:
         trim_heap()  # else what preparing took would count as the model's
     return ServedModel(prepared, HeadProjections())
