@@ -2,7 +2,9 @@
 
 import json
 import os
+import platform
 
+import onnxruntime
 import pytest
 from bge_m3_server.app.config import load_config
 from bge_m3_server.app.container import build_container
@@ -47,7 +49,9 @@ def test_prepare_leaves_a_model_and_its_verdict(tmp_path):
     assert "bge-m3 (w8) is prepared and verified" in done.stdout
     (verdict,) = (tmp_path / "cache" / "prepared").glob("*-cpu-recipe*/fidelity.json")
     assert str(verdict.parent) in done.stdout
-    assert json.loads(verdict.read_text())["refused"] == ""
+    found = json.loads(verdict.read_text())
+    assert found["refused"] == ""
+    assert found["environment"].startswith(f"{onnxruntime.__version__} {platform.machine()}")
 
 
 @pytest.mark.parametrize("model", ["fp32", "preview"])

@@ -86,4 +86,10 @@ class Loads:
         )
 
 
-ORT = Engine(name="cpu", is_fused=True, convert=lambda path: path, load=load_on_cpu)
+ORT = Engine(
+    name="cpu",
+    environment="version 1",
+    is_fused=True,
+    convert=lambda path: path,
+    load=load_on_cpu,
+)

@@ -6,43 +6,36 @@ otherwise finer blocks are tried, and in the end the source is served as it is.
 """
 
 import contextlib
+import hashlib
 import json
 import logging
-import os
-import shutil
-import sys
-import time
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 import onnx
 
-from ...domain.cost_model import DEFAULT_MAX_WORKSPACE_BYTES, CostModel
-from ...domain.embedder import Embedder
 from ...domain.errors import CacheDirectoryError, PreparationError
 from ...domain.fidelity import FLOORS, Fidelity, fidelity, shortfalls
-from ...domain.padding import cpu_padding
 from ...domain.ports import InferenceBackend, Tokenizer
 from ...domain.types import Attention, Embedding, ModelContract
 from .block_weights import halve_tables, quantize_matmuls, store_remaining
+from .building import building_beside, clear, move_to
 from .contract import ATTENTION_HEADS_KEY, ATTENTION_KEY, MAX_TOKENS_KEY
 from .files import ModelFiles, is_whole, verify_file, write_record
 from .fusion import fuse, make_mask_optional
 from .ready_heads import add_ready_heads
 from .source_digest import source_digest
 from .torch_weights import read_heads
-from .verification_texts import VERIFICATION_TEXTS
+from .verification import embed_fixed_texts, read_embeddings, write_embeddings
 from .weights import WeightsFile, read_structure
-
-if sys.platform != "win32":
-    import fcntl
 
 logger = logging.getLogger(__name__)
 
-RECIPE_VERSION = 3
-"""Raised whenever the same source would be prepared into different files."""
+RECIPE_VERSION = 4
+"""Raised whenever the same source would be prepared into different files, or compared on other
+texts."""
 
 BLOCK_SIZES = (128, 32)
 """Tried in this order: larger blocks are faster, smaller ones more exact."""
@@ -50,14 +43,10 @@ BLOCK_SIZES = (128, 32)
 GRAPH_NAME = "model.onnx"
 PRECISION = "w8"
 VERDICT_NAME = "fidelity.json"
-
-VERIFICATION_TOKENS = 512
-"""Texts are compared up to this length."""
+REFERENCE_NAME = "reference.npz"
+"""What the source makes of the fixed texts."""
 
 _DIRECTORY = "prepared"
-_BUILDING = ".building-"
-_LOCKED_SECONDS = 10
-"""Within them a preparation has locked the directory that it made."""
 
 Progress = Callable[[str, float], None]
 """Told the step and the share that is done, from 0 to 1."""
@@ -68,11 +57,13 @@ class Engine:
     """The engine that a model is prepared for.
 
     `name`: part of the directory's name. `is_fused`: it wants ONNX Runtime's fused operations.
+    `environment`: its version, and what else decides how it rounds: the verdict holds there only.
     `convert`: turns the ONNX file into the engine's own format; returns what to load.
     `load`: loads that.
     """
 
     name: str
+    environment: str
     is_fused: bool
     convert: Callable[[Path], Path]
     load: Callable[[Path], InferenceBackend]
@@ -99,6 +90,9 @@ def prepare(
 ) -> ModelFiles:
     """The prepared form of `source`, from `cache_dir` if it is there.
 
+    What is there was compared with the source by some version of the engine, on some processor.
+    For another it is compared again, and built again if it is not good enough any more.
+
     Several processes may prepare at once: each works in a directory of its own, and the first to
     end wins.
 
@@ -113,9 +107,9 @@ def prepare(
     try:
         digest = source_digest(source.files, directory)
         target = directory / f"{digest[:24]}-{engine.name}-recipe{RECIPE_VERSION}"
-        if not is_whole(target):
+        if not (is_whole(target) and _holds_here(source, engine, target, floors)):
             _prepare(source, engine, target, progress, floors)
-        verdict = json.loads((target / VERDICT_NAME).read_text(encoding="utf-8"))
+        verdict = _verdict(target)
     except OSError as error:
         raise CacheDirectoryError(
             f"the model cannot be prepared in {directory} ({error}): make that directory writable, "
@@ -135,45 +129,66 @@ def prepare(
     )
 
 
+def _verdict(target: Path) -> dict[str, Any]:
+    verdict: dict[str, Any] = json.loads((target / VERDICT_NAME).read_text(encoding="utf-8"))
+    return verdict
+
+
+def _is_made_here(engine: Engine, target: Path) -> bool:
+    return is_whole(target) and _verdict(target)["environment"] == engine.environment
+
+
+def _holds_here(source: Source, engine: Engine, target: Path, floors: Fidelity) -> bool:
+    """Whether the verdict was reached in this environment, or is reached again in it."""
+    verdict = _verdict(target)
+    # A file for each, because servers of many kinds may share a cache.
+    digest = hashlib.sha256(engine.environment.encode()).hexdigest()
+    agreement = target / f"agrees-{digest[:16]}.json"
+    if verdict["environment"] == engine.environment or agreement.is_file():
+        return True
+    if verdict["refused"]:
+        return False
+    reference = read_embeddings(target / REFERENCE_NAME)
+    graph, block_size = target / verdict["graph"], verdict["block_size"]
+    found = _compare(source, engine, graph, reference, block_size)
+    if problems := shortfalls(found, floors):
+        logger.warning("a prepared model is built again, for %s: %s", engine.environment, problems)
+        return False
+    record = {"environment": engine.environment, "fidelity": attrs.asdict(found)}
+    with contextlib.suppress(OSError):  # a directory that is only read: the next start compares
+        agreement.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return True
+
+
+def _compare(
+    source: Source, engine: Engine, graph: Path, reference: Sequence[Embedding], block_size: int
+) -> Fidelity:
+    prepared = engine.load(graph)
+    found = fidelity(reference, embed_fixed_texts(source.load_tokenizer, prepared))
+    prepared.close()
+    logger.info(
+        "a prepared model was compared with its source",
+        extra={"fields": {"block_size": block_size, **attrs.asdict(found)}},
+    )
+    return found
+
+
 def _prepare(
     source: Source, engine: Engine, target: Path, progress: Progress, floors: Fidelity
 ) -> None:
     """Build in a directory beside `target`, and move it there."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(target.parent)
-    building = target.parent / f"{_BUILDING}{uuid.uuid4().hex}"
-    building.mkdir()
-    lock = _lock(building)
-    try:
+    with building_beside(target) as building:
         try:
             verdict = _try_block_sizes(source, engine, building, progress, floors)
         except PreparationError as error:  # remembered: another attempt would end the same
-            _clear(building)
+            clear(building)
             verdict = {"refused": str(error)}
+        verdict["environment"] = engine.environment
         (building / VERDICT_NAME).write_text(json.dumps(verdict, indent=2) + "\n", encoding="utf-8")
         names = [path.name for path in building.iterdir()]
         write_record(building, {name: verify_file(building / name) for name in names})
-        _move(building, target)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
+        move_to(target, building, lambda: _is_made_here(engine, target))
     progress("prepared", 1.0)
-
-
-def _move(building: Path, target: Path) -> None:
-    """To `target`, unless another process was first: then its files serve."""
-    if is_whole(target):
-        return
-    with contextlib.suppress(FileNotFoundError):
-        damaged = building.with_name(f"{_BUILDING}{uuid.uuid4().hex}")
-        target.rename(damaged)
-        shutil.rmtree(damaged, ignore_errors=True)
-    try:
-        building.rename(target)
-    except OSError:
-        if not is_whole(target):
-            raise
 
 
 def _try_block_sizes(
@@ -182,10 +197,7 @@ def _try_block_sizes(
     progress("embedding fixed texts with the source", 0.0)
     backend = source.load()
     contract = backend.contract
-    tokenizer = source.load_tokenizer(
-        min(VERIFICATION_TOKENS, contract.max_tokens or VERIFICATION_TOKENS)
-    )
-    reference = _embed(tokenizer, backend)
+    reference = embed_fixed_texts(source.load_tokenizer, backend)
     backend.close()
     problems: list[str] = []
     for attempt, block_size in enumerate(BLOCK_SIZES):
@@ -193,14 +205,8 @@ def _try_block_sizes(
         progress(f"8-bit weights in blocks of {block_size}", done)
         graph = engine.convert(_write(source, contract, engine, building, block_size))
         progress("comparing with the source", done + 0.2)
-        prepared = engine.load(graph)
-        found = fidelity(reference, _embed(tokenizer, prepared))
-        prepared.close()
+        found = _compare(source, engine, graph, reference, block_size)
         problems = shortfalls(found, floors)
-        logger.info(
-            "a prepared model was compared with its source",
-            extra={"fields": {"block_size": block_size, **attrs.asdict(found)}},
-        )
         verdict: dict[str, object] = {
             "graph": graph.name,
             "block_size": block_size,
@@ -208,8 +214,9 @@ def _try_block_sizes(
             "refused": "; ".join(problems),
         }
         if not problems:
+            write_embeddings(building / REFERENCE_NAME, reference)
             break
-        _clear(building)
+        clear(building)
     return verdict
 
 
@@ -244,48 +251,9 @@ def _write(
     return graph_path
 
 
-def _embed(tokenizer: Tokenizer, backend: InferenceBackend) -> list[Embedding]:
-    embedder = Embedder(
-        tokenizer,
-        backend,
-        CostModel.conservative(DEFAULT_MAX_WORKSPACE_BYTES),
-        padding=cpu_padding(threads=1),  # so that chunks with padding and without are compared
-    )
-    return embedder.embed(VERIFICATION_TEXTS, backend.contract.heads)
-
-
 def _set_metadata(model: onnx.ModelProto, key: str, value: str) -> None:
     for entry in model.metadata_props:
         if entry.key == key:
             entry.value = value
             return
     model.metadata_props.add(key=key, value=value)
-
-
-def _clear(directory: Path) -> None:
-    for path in directory.iterdir():
-        path.unlink()
-
-
-def _sweep(directory: Path) -> None:
-    """Remove what preparations that were killed have left behind; those at work hold a lock."""
-    for leftover in directory.glob(f"{_BUILDING}*"):
-        with contextlib.suppress(FileNotFoundError):  # another preparation ends just now
-            is_old = time.time() - leftover.stat().st_mtime > _LOCKED_SECONDS
-            lock = _lock(leftover) if is_old else None
-            if lock is not None:
-                shutil.rmtree(leftover, ignore_errors=True)
-                os.close(lock)
-
-
-def _lock(directory: Path) -> int | None:
-    """A descriptor that locks `directory` until it is closed or the process ends; None if taken."""
-    if sys.platform == "win32":  # nothing locks directories
-        return None
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # taken, or a file system without locks
-        os.close(descriptor)
-        return None
-    return descriptor

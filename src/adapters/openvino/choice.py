@@ -9,8 +9,13 @@ import attrs
 INT8_FLAGS = ("amx_int8", "avx512_vnni", "avx_vnni")
 """Linux's names of the instructions that multiply int8 matrices, the widest first."""
 
+ARITHMETIC_FLAGS = frozenset(
+    (*INT8_FLAGS, "amx_bf16", "avx512_bf16", "avx512f", "avx2", "fma", "asimddp", "i8mm", "bf16")
+)
+"""Those that decide how engines round 8-bit and bfloat16 products, on x86-64 and on ARM."""
+
 _X86_64 = ("x86_64", "amd64")
-_FLAGS = re.compile(r"^flags\s*:(.*)$", re.MULTILINE)
+_FLAGS = re.compile(r"^(?:flags|Features)\s*:(.*)$", re.MULTILINE)
 
 
 @attrs.frozen
@@ -46,7 +51,7 @@ def prefers_openvino(
 
 
 def read_cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Feature flags of the first processor; empty where the system does not tell."""
+    """Feature flags of the first processor, x86-64 or ARM; empty where the system does not tell."""
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")
     except OSError:

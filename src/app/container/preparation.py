@@ -1,6 +1,7 @@
 """The model that is served: as it was fetched, or in its prepared form."""
 
 import logging
+import platform
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from ...adapters.models.prepare import PRECISION, Source, prepare
 from ...adapters.models.prepare import Engine as PreparedEngine
 from ...adapters.models.preview import build_preview
 from ...adapters.models.torch_weights import read_heads
+from ...adapters.openvino.choice import ARITHMETIC_FLAGS, read_cpu_flags
 from ...adapters.openvino.ir import write_ir
 from ...adapters.tokenizer import load_tokenizer
 from ...domain.errors import CacheDirectoryError, PreparationError
@@ -109,6 +111,9 @@ def _target(config: Config, engine: Engine) -> PreparedEngine:
     is_openvino = config.execution_provider is ExecutionProvider.OPENVINO
     return PreparedEngine(
         name=config.execution_provider.value,
+        environment=" ".join(
+            (engine.version, platform.machine(), *sorted(ARITHMETIC_FLAGS & read_cpu_flags()))
+        ),
         is_fused=not is_openvino,
         convert=_to_ir if is_openvino else _as_it_is,
         load=lambda graph: engine.load(graph, HeadProjections(), 0, PRECISION),

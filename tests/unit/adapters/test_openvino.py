@@ -299,6 +299,8 @@ def test_processor_flags_are_read_from_the_kernel(tmp_path):
     assert read_cpu_flags(cpuinfo) == frozenset()
     cpuinfo.write_text("flags\t\t: fpu avx2\nvmx flags\t: ept\nflags\t\t: other\n")
     assert read_cpu_flags(cpuinfo) == {"fpu", "avx2"}
+    cpuinfo.write_text("processor\t: 0\nFeatures\t: fp asimd i8mm\n")
+    assert read_cpu_flags(cpuinfo) == {"fp", "asimd", "i8mm"}
 
 
 @needs_openvino

@@ -86,6 +86,7 @@ def to_ir(onnx_path):
 
 OPENVINO = Engine(
     name="openvino",
+    environment="version 1",
     is_fused=False,
     convert=to_ir,
     load=lambda graph: load_openvino_backend(
