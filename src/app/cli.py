@@ -118,6 +118,13 @@ def _prepare(config: Config, _: argparse.Namespace) -> int:
             f"BGE_M3_MODEL={config.model.value} is served as it is: nothing is prepared for it; "
             "set auto or w8"
         )
+    if not config.execution_provider.is_cpu:
+        engine = config.execution_provider.value
+        raise ConfigError(
+            f"BGE_M3_EP={engine} serves models as they are: nothing is prepared for it; set "
+            f"BGE_M3_EP to cpu or openvino, or get the model for {engine} with "
+            "`bge-m3-server fetch`"
+        )
     container = build_container(attrs.evolve(config, model=ModelVariant.W8))
     container.set_up_logging()
     files = container.prepare()

@@ -57,6 +57,12 @@ class ExecutionProvider(enum.Enum):
         """Runs on NVIDIA devices, one worker each."""
         return self in {ExecutionProvider.CUDA, ExecutionProvider.TENSORRT}
 
+    @property
+    def is_cpu(self) -> bool:
+        """Runs on CPUs, which models are prepared for; AUTO chooses among those engines only."""
+        names = {ExecutionProvider.AUTO, ExecutionProvider.OPENVINO, ExecutionProvider.CPU}
+        return self in names
+
 
 class LogFormat(enum.Enum):
     """What `BGE_M3_LOG_FORMAT` may name; AUTO is text on a terminal and JSON elsewhere."""
@@ -204,6 +210,12 @@ def load_config(environment: Mapping[str, str], platform: str) -> Config:
     )
     if config.model is ModelVariant.PREVIEW and config.model_dir:
         read.problems.append("BGE_M3_MODEL=preview and BGE_M3_MODEL_DIR: set only one of them")
+    if config.model is ModelVariant.W8 and not provider.is_cpu:
+        read.problems.append(
+            f"BGE_M3_MODEL=w8 is made for CPUs, not for BGE_M3_EP={provider.value}: set "
+            f"BGE_M3_MODEL to auto, fp16 or fp32 for {provider.value}, or BGE_M3_EP to cpu or "
+            "openvino"
+        )
     if read.problems:
         raise ConfigError("invalid configuration:\n  " + "\n  ".join(read.problems))
     return attrs.evolve(

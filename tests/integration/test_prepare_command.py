@@ -63,6 +63,16 @@ def test_there_is_nothing_to_prepare_for_a_model_that_is_served_as_it_is(model):
     assert f"BGE_M3_MODEL={model} is served as it is" in done.stderr
 
 
+@pytest.mark.parametrize("engine", ["cuda", "tensorrt", "coreml"])
+def test_there_is_nothing_to_prepare_for_an_engine_that_is_none_of_a_cpu(engine):
+    """The command names the engine and the ways out, and neither downloads nor loads anything."""
+    done = run_cli("prepare", BGE_M3_EP=engine)
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"BGE_M3_EP={engine} serves models as they are" in done.stderr
+    assert "cpu or openvino" in done.stderr
+
+
 def test_a_cache_that_cannot_be_written_costs_speed_only(tmp_path, caplog):
     """By default a model without room for its 8-bit form is served as it is, with a warning."""
     (tmp_path / "cache").write_text("a file is in the way")

@@ -53,7 +53,7 @@ def is_prepared(config: Config, files: ModelFiles) -> bool:
     """Whether the 8-bit form is served: on CPUs, unless another precision was asked for."""
     if config.model is ModelVariant.W8:
         return True
-    is_cpu = config.execution_provider in {ExecutionProvider.CPU, ExecutionProvider.OPENVINO}
+    is_cpu = config.execution_provider.is_cpu
     return config.model is ModelVariant.AUTO and is_cpu and files.precision in _PREPARABLE
 
 

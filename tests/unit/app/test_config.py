@@ -1,5 +1,6 @@
 """Environment variables become one checked Config."""
 
+import itertools
 import logging
 import re
 
@@ -52,8 +53,10 @@ def test_the_default_precision_follows_the_provider(provider, variant):
     assert config(BGE_M3_EP=provider, BGE_M3_MODEL="int8").hub_variant is ModelVariant.INT8
 
 
-@pytest.mark.parametrize("provider", ["auto", "cpu", "openvino", "coreml"])
-@pytest.mark.parametrize("model", ["auto", "w8"])
+@pytest.mark.parametrize(
+    ("provider", "model"),
+    [*itertools.product(["auto", "cpu", "openvino"], ["auto", "w8"]), ("coreml", "auto")],
+)
 def test_a_prepared_model_is_made_of_the_full_one(provider, model):
     """Outside NVIDIA, what is fetched for `auto` and `w8` is fp32."""
     loaded = config(BGE_M3_EP=provider, BGE_M3_MODEL=model)
@@ -142,6 +145,19 @@ def test_the_preview_has_no_directory(tmp_path):
     """Two answers to what is to be served are one too many."""
     with pytest.raises(ConfigError, match="set only one of them"):
         config(BGE_M3_MODEL="preview", BGE_M3_MODEL_DIR=str(tmp_path))
+
+
+@pytest.mark.parametrize("engine", ["cuda", "tensorrt", "coreml"])
+def test_eight_bits_are_refused_for_engines_that_they_are_not_made_for(engine):
+    """The message names both values and both ways out."""
+    with pytest.raises(ConfigError, match=rf"=w8 .* BGE_M3_EP={engine}: .*fp16.* cpu or openvino"):
+        config(BGE_M3_MODEL="w8", BGE_M3_EP=engine)
+
+
+def test_eight_bits_are_refused_where_core_ml_is_the_default():
+    """Also on macOS, where nobody has named that engine."""
+    with pytest.raises(ConfigError, match="BGE_M3_EP=coreml"):
+        load_config({"BGE_M3_MODEL": "w8"}, "darwin")
 
 
 def test_all_problems_come_in_one_message():
