@@ -14,32 +14,32 @@ MAKEFLAGS += --jobs=2
 run: $(VENV)/run.stamp
 	exec env BGE_M3_MODEL=preview BGE_M3_CACHE_DIR=$(CACHE) BGE_M3_BIND=$(BIND) BGE_M3_LOG_FORMAT=text $(VENV)/bin/bge-m3-server serve
 
-test: $(VENV)/test.stamp $(REFERENCE_VENV)/stamp
+test: $(VENV)/dev.stamp $(REFERENCE_VENV)/stamp
 	REFERENCE_VENV=$(REFERENCE_VENV) $(VENV)/bin/python -m pytest --cov --cov-report=term:skip-covered $(PYTEST_ARGS)
 
 # The parity tables of docs/parity.md: random checkpoints, prepared models, and BGE-M3 itself.
-parity: $(VENV)/test.stamp $(REFERENCE_VENV)/stamp
+parity: $(VENV)/dev.stamp $(REFERENCE_VENV)/stamp
 	REFERENCE_VENV=$(REFERENCE_VENV) $(VENV)/bin/python -m tests.equivalence.parity
 	$(VENV)/bin/python -m tests.equivalence.prepared
 
-equivalence-real: $(VENV)/test.stamp
+equivalence-real: $(VENV)/dev.stamp
 	BGE_M3_EQUIVALENCE_REAL=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -rs tests/equivalence/test_real_model.py
 
 # This server and its peers side by side, docs/performance.md; options as BENCH_ARGS, see --help.
-bench: $(VENV)/bench.stamp
+bench: $(VENV)/dev.stamp
 	$(VENV)/bin/python -m benchmarks.performance $(BENCH_ARGS)
 
 # The figures of docs/startup-probe.md, from the measurements that are kept in tools/visuals.
-figures: $(VENV)/test.stamp
+figures: $(VENV)/dev.stamp
 	$(VENV)/bin/python tools/visuals/draw.py
 
-lint: $(VENV)/lint.stamp
+lint: $(VENV)/dev.stamp
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-format: $(VENV)/lint.stamp
+format: $(VENV)/dev.stamp
 	$(VENV)/bin/ruff format
 	$(VENV)/bin/ruff check --fix
 
@@ -57,12 +57,9 @@ $(VENV)/run.stamp: pyproject.toml | $(VENV)/pip.stamp
 	$(VENV)/bin/pip install --quiet --editable '.[preview,openvino]'
 	@touch $@
 
-$(VENV)/test.stamp: pyproject.toml | $(VENV)/pip.stamp
-	$(VENV)/bin/pip install --quiet --editable '.[preview,otlp,plot,openvino]' --group test
-	@touch $@
-
-$(VENV)/bench.stamp: pyproject.toml | $(VENV)/pip.stamp
-	$(VENV)/bin/pip install --quiet --editable '.[preview,plot,openvino]'
+# All in one go: of two that install into one environment at once, one would spoil the other.
+$(VENV)/dev.stamp: pyproject.toml | $(VENV)/pip.stamp
+	$(VENV)/bin/pip install --quiet --editable '.[preview,otlp,plot,openvino]' --group test --group lint
 	@touch $@
 
 # FlagEmbedding needs older packages than the server: it computes its numbers in a place of its own.
@@ -70,8 +67,4 @@ $(REFERENCE_VENV)/stamp: tests/equivalence/reference/requirements.txt
 	$(PYTHON) -m venv $(REFERENCE_VENV)
 	$(REFERENCE_VENV)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(REFERENCE_VENV)/bin/pip install --quiet --requirement $<
-	@touch $@
-
-$(VENV)/lint.stamp: pyproject.toml | $(VENV)/pip.stamp
-	$(VENV)/bin/pip install --quiet --editable '.[preview,otlp,openvino]' --group lint
 	@touch $@
