@@ -106,18 +106,16 @@ Observe = Callable[[int, int, int], None]
 """Takes batch, tokens and measured bytes of a pass that was alone."""
 
 
-@attrs.define(eq=False)
+@attrs.frozen(eq=False)
 class MeteredBackend:
     """An `InferenceBackend` that reports what its passes needed to `observe`.
 
-    What is reported is never more than the pass and other work at the same time took. The first
-    pass is not reported: some engines bring weights into their own form only then.
+    What is reported is never more than the pass and other work at the same time took.
     """
 
     backend: InferenceBackend
     meter: PassMeter
     observe: Observe
-    _is_warm: bool = attrs.field(default=False, init=False)
 
     @property
     def contract(self) -> ModelContract:
@@ -130,17 +128,16 @@ class MeteredBackend:
         return self.backend.projections
 
     def run(self, batch: TokenBatch, outputs: Sequence[str]) -> Mapping[str, Floats]:
-        """Run, and report if the pass was alone and not the first.
+        """Run, and report if the pass was alone.
 
         Raises:
             InferenceError: the engine failed.
         """
         with self.meter.forward_pass() as reading:
             result = self.backend.run(batch, outputs)
-        if reading.rise_bytes is not None and self._is_warm:
+        if reading.rise_bytes is not None:
             rows, tokens = batch.ids.shape
             self.observe(rows, tokens, reading.rise_bytes)
-        self._is_warm = True
         return result
 
     def close(self) -> None:

@@ -386,7 +386,6 @@ def test_a_pass_that_needs_more_than_estimated_raises_the_model(setup, caplog):
     setup.store.kept[KEY] = REMEMBERED
     _, _, backend = setup.prepare()
     setup.start()
-    backend.run(probe_batch(1, 2), ["last_hidden_state"])  # the first pass does not count
     setup.backend.true = REMEMBERED.coefficients.scaled(1.5)
     backend.run(probe_batch(4, 512), ["last_hidden_state"])
     ((cost_model, _),) = setup.published
@@ -417,7 +416,6 @@ def test_small_excesses_change_nothing(setup, factor, shape):
     setup.store.kept[KEY] = REMEMBERED
     _, _, backend = setup.prepare()
     setup.start()
-    backend.run(probe_batch(1, 2), ["last_hidden_state"])  # the first pass does not count
     setup.backend.true = REMEMBERED.coefficients.scaled(factor)
     backend.run(probe_batch(*shape), ["last_hidden_state"])
 
@@ -429,7 +427,6 @@ def test_pinned_models_are_not_raised(setup, caplog):
     """The excess is counted and logged; the operator's figures stay."""
     cost_model, _, backend = setup.prepare(pins=Pins(token_budget=8192))
     setup.start()
-    backend.run(probe_batch(1, 2), ["last_hidden_state"])  # the first pass does not count
     setup.backend.true = CONSERVATIVE.scaled(2.0)
     backend.run(probe_batch(4, 512), ["last_hidden_state"])
 
