@@ -1,195 +1,12 @@
-"""Fetching from a stand-in hub, in processes of their own: one per environment.
+"""Fetching from a hub: what is transferred, how often, with what, and what is said of a failure."""
 
-huggingface-hub reads its environment when it is imported.
-"""
-
-import contextlib
-import functools
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-import onnxruntime
 import pytest
-from bge_m3_server.adapters.models.local import local_model
-from bge_m3_server.adapters.models.onnx_file import check_external_data
-from bge_m3_server.adapters.models.published import VARIANTS
 
-from tests.support.hub_stand_in import (
-    BAAI,
-    XENOVA,
-    Fault,
-    hub_hash,
-    hub_stand_in,
-    tiny_repositories,
-)
+from tests.support.hub_stand_in import BAAI, WEIGHTS, Fault, hub_hash
 
-WORKER = """
-import io, json, logging, sys
-from pathlib import Path
-
-connections = []
-sys.addaudithook(lambda event, args: event == "socket.connect" and connections.append(args[1]))
-
-from bge_m3_server.adapters.models.hub import fetch_model
-from bge_m3_server.domain.errors import ModelError
-
-for line in sys.stdin:
-    options = json.loads(line)
-    directory = options.pop("directory", None)
-    connections.clear()
-    sys.stderr = io.StringIO()
-    logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s", force=True)
-    try:
-        files = fetch_model(
-            options.pop("variant"),
-            Path(options.pop("cache_dir")),
-            directory=directory and Path(directory),
-            **{"retry_pauses_seconds": (0.01, 0.01), **options},
-        )
-        outcome = {"graph": str(files.graph_path), "sparse": str(files.sparse_path)}
-    except ModelError as error:
-        outcome = {"error": type(error).__name__, "message": str(error)}
-    outcome |= {"connections": len(connections), "log": sys.stderr.getvalue()}
-    print(json.dumps(outcome), flush=True)
-"""
-
-WEIGHTS = "onnx/model.onnx_data"
-
-
-@pytest.fixture(scope="module")
-def repositories(tmp_path_factory):
-    return tiny_repositories(tmp_path_factory.mktemp("repositories"))
-
-
-@pytest.fixture(scope="module")
-def stand_in(repositories):
-    with hub_stand_in(repositories) as running:
-        yield running
-
-
-@pytest.fixture
-def hub(stand_in):
-    """The stand-in without faults, and with no request seen."""
-    stand_in.faults.clear()
-    stand_in.requests.clear()
-    return stand_in
-
-
-@pytest.fixture(scope="module")
-def workers(tmp_path_factory):
-    """Start one process per environment, and stop them all in the end."""
-    clean = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.upper().startswith("HF_") and not name.upper().endswith("_PROXY")
-    }
-    clean["HF_HOME"] = str(tmp_path_factory.mktemp("hf-home"))
-    with contextlib.ExitStack() as stack:
-
-        @functools.cache
-        def start(environment):
-            worker = subprocess.Popen(
-                [sys.executable, "-c", WORKER],
-                env=clean | dict(environment),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            stack.enter_context(worker)
-            stack.callback(worker.stdin.close)
-            return worker
-
-        yield start
-
-
-@pytest.fixture
-def fetch(tmp_path, hub, workers):
-    """Run `fetch_model` in a process with this environment and return its outcome."""
-
-    def run(variant="fp32", environment=None, **options):
-        worker = workers(
-            tuple(sorted({"HF_ENDPOINT": hub.endpoint, **(environment or {})}.items()))
-        )
-        options = {"variant": variant, "cache_dir": str(tmp_path / "cache"), **options}
-        print(json.dumps(options), file=worker.stdin, flush=True)
-        return json.loads(worker.stdout.readline())
-
-    return run
-
-
-def offline(**more):
-    return {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9", **more}
-
-
-@pytest.mark.parametrize(
-    ("variant", "repository"), [("fp32", BAAI), ("fp16", XENOVA)], ids=["fp32", "fp16"]
-)
-def test_a_variant_is_fetched_once_and_then_needs_no_network(
-    fetch, hub, tmp_path, variant, repository
-):
-    """All files arrive in the hub's own cache layout; a second fetch opens no connection."""
-    repositories = hub.repositories
-    outcome = fetch(variant)
-
-    graph = Path(outcome["graph"])
-    source = VARIANTS[variant].source
-    folder = f"models--{repository.replace('/', '--')}"
-    snapshot = tmp_path / "cache" / folder / "snapshots" / source.revision
-    assert graph == snapshot / VARIANTS[variant].graph
-    for name in source.names:
-        assert (snapshot / name).read_bytes() == repositories[repository][name]
-        assert (snapshot / name).is_symlink()
-    assert Path(outcome["sparse"]).read_bytes() == repositories[BAAI]["sparse_linear.pt"]
-    assert not list((tmp_path / "cache").rglob("*.incomplete"))
-    check_external_data(graph)
-    onnxruntime.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
-
-    hub.requests.clear()
-    again = fetch(variant)
-    assert again["graph"] == outcome["graph"]
-    assert again["connections"] == 0
-    assert hub.requests == []
-
-
-def test_the_cache_serves_offline(fetch):
-    """With HF_HUB_OFFLINE and no server, what is cached is found and verified."""
-    fetch()
-
-    outcome = fetch(environment=offline())
-
-    assert "graph" in outcome
-    assert outcome["connections"] == 0
-
-
-def test_a_cache_filled_by_the_hub_library_is_used(tmp_path, hub, fetch):
-    """Files that huggingface-hub itself downloaded are taken, and verified by their names."""
-    names = [*VARIANTS["fp32"].source.names, "sparse_linear.pt", "colbert_linear.pt"]
-    revision = VARIANTS["fp32"].source.revision
-    code = (
-        "import sys\nfrom huggingface_hub import hf_hub_download\n"
-        f"for name in {names!r}: hf_hub_download({BAAI!r}, name, revision={revision!r}, "
-        "cache_dir=sys.argv[1])"
-    )
-    subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "cache")],
-        env={**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf-home")},
-        check=True,
-        capture_output=True,
-    )
-
-    assert "graph" in fetch(environment=offline())
-
-
-def test_offline_without_the_files_says_so(fetch):
-    """HF_HUB_OFFLINE with an empty cache ends in a DownloadError that opened no connection."""
-    outcome = fetch(environment=offline())
-
-    assert outcome["error"] == "DownloadError"
-    assert "HF_HUB_OFFLINE" in outcome["message"]
-    assert outcome["connections"] == 0
+pytest_plugins = ["tests.support.hub_fixtures"]
 
 
 def test_a_broken_connection_is_continued(fetch, hub, repositories):
@@ -255,39 +72,6 @@ def test_a_file_damaged_in_transit_is_fetched_once_more(fetch, hub, repositories
     assert len(hub.content_requests(WEIGHTS)) == 2
 
 
-@pytest.mark.parametrize("damage", ["truncated", "altered"])
-def test_damage_to_a_cached_file_is_found(fetch, hub, repositories, damage):
-    """A cached file that changed is refused by name at the next start, and `repair` replaces it."""
-    weights = Path(fetch()["graph"]).with_name("model.onnx_data")
-    content = repositories[BAAI][WEIGHTS]
-    damaged = content[:-1] if damage == "truncated" else content[:-1] + bytes([content[-1] ^ 1])
-    weights.resolve().write_bytes(damaged)
-
-    outcome = fetch(environment=offline())
-    assert outcome["error"] == "CorruptFileError"
-    assert str(weights) in outcome["message"]
-
-    hub.requests.clear()
-    assert "graph" in fetch(repair=True)
-    assert weights.read_bytes() == content
-    assert len(hub.content_requests(WEIGHTS)) == 1
-    assert "graph" in fetch(environment=offline())
-
-
-@pytest.mark.parametrize("name", [WEIGHTS, "tokenizer.json"])
-def test_damage_is_found_without_a_record(fetch, name):
-    """A cache that something else filled is checked against the hashes that name its blobs."""
-    snapshot = Path(fetch()["graph"]).parents[1]
-    (snapshot / "bge-m3-server.files.json").unlink()
-    content = (snapshot / name).read_bytes()
-    (snapshot / name).resolve().write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-
-    outcome = fetch(environment=offline())
-
-    assert outcome["error"] == "CorruptFileError"
-    assert f"{snapshot / name} is truncated or corrupt" in outcome["message"]
-
-
 def test_processes_that_start_together_share_one_download(fetch, hub, workers, tmp_path):
     """Two servers over one cache fetch each file once."""
     options = {"variant": "fp32", "cache_dir": str(tmp_path / "cache")}
@@ -301,44 +85,6 @@ def test_processes_that_start_together_share_one_download(fetch, hub, workers, t
 
     assert all("graph" in outcome for outcome in outcomes), outcomes
     assert len(hub.content_requests(WEIGHTS)) == 1
-
-
-def test_repair_finds_damage_that_kept_size_and_time(fetch, repositories):
-    """An explicit fetch reads every byte, where a start trusts an unchanged size and time."""
-    weights = Path(fetch()["graph"]).with_name("model.onnx_data").resolve()
-    status = weights.stat()
-    weights.write_bytes(bytes(status.st_size))
-    os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-    assert "graph" in fetch(environment=offline())
-    assert "graph" in fetch(repair=True)
-    assert weights.read_bytes() == repositories[BAAI][WEIGHTS]
-
-
-def test_a_damaged_record_costs_only_a_new_hash(fetch):
-    """Without a usable record the cached files are hashed again, against their names."""
-    graph = Path(fetch()["graph"])
-    record = graph.parents[1] / "bge-m3-server.files.json"
-    good = record.read_bytes()
-    record.write_bytes(good[: len(good) // 2])
-
-    assert "graph" in fetch(environment=offline())
-    sizes = {name: entry["size_bytes"] for name, entry in json.loads(good)["files"].items()}
-    again = json.loads(record.read_bytes())["files"]
-    assert {name: entry["size_bytes"] for name, entry in again.items()} == sizes
-
-
-def test_an_impossible_cache_directory_is_refused_before_any_request(fetch, hub):
-    """The directory is tried first; the message says which one and why."""
-    outcome = fetch(cache_dir="/dev/null/impossible")
-
-    assert outcome["error"] == "CacheDirectoryError"
-    assert outcome["message"] == (
-        "Cannot create or access model cache directory /dev/null/impossible: Not a directory; "
-        "set BGE_M3_CACHE_DIR, or --dir of fetch, to a directory that can be written"
-    )
-    assert outcome["connections"] == 0
-    assert hub.requests == []
 
 
 def test_the_token_goes_to_the_hub_and_nowhere_else(fetch, hub):
@@ -406,36 +152,6 @@ def test_an_endpoint_that_cannot_exist_is_refused_at_once(fetch, endpoint):
     assert outcome["error"] == "DownloadError"
     assert endpoint in outcome["message"]
     assert "trying again" not in outcome["log"]
-
-
-def test_a_fetched_directory_serves_without_a_network(fetch, hub, tmp_path, repositories):
-    """`directory` gets plain files under their own names, which `local_model` accepts."""
-    directory = tmp_path / "model"
-    outcome = fetch(directory=str(directory))
-    assert Path(outcome["graph"]) == directory / "onnx/model.onnx"
-    assert not (tmp_path / "cache").exists()
-
-    files = local_model(directory)
-    assert files.graph_path == directory / "onnx/model.onnx"
-    assert files.colbert_path == directory / "colbert_linear.pt"
-    onnxruntime.InferenceSession(str(files.graph_path), providers=["CPUExecutionProvider"])
-
-    hub.requests.clear()
-    assert "graph" in fetch(directory=str(directory), repair=True)
-    assert hub.requests == []
-
-
-def test_a_directory_takes_what_is_already_there(fetch, hub, tmp_path, repositories):
-    """Files without a record are compared with the hub's hashes and not fetched again if right."""
-    directory = tmp_path / "model"
-    (directory / "onnx").mkdir(parents=True)
-    (directory / WEIGHTS).write_bytes(repositories[BAAI][WEIGHTS])
-    (directory / "tokenizer.json").write_bytes(b"{}")
-
-    assert "graph" in fetch(directory=str(directory))
-
-    assert hub.content_requests(WEIGHTS) == []
-    assert (directory / "tokenizer.json").read_bytes() == repositories[BAAI]["tokenizer.json"]
 
 
 def test_progress_is_logged_where_there_is_no_terminal(fetch, repositories):

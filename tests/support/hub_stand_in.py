@@ -18,6 +18,7 @@ from tests.support.tiny_models import write_tiny_model
 
 BAAI = "BAAI/bge-m3"
 XENOVA = "Xenova/bge-m3"
+WEIGHTS = "onnx/model.onnx_data"
 
 
 @attrs.frozen
