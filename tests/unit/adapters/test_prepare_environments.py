@@ -9,16 +9,11 @@ from bge_m3_server.adapters.models.prepare import BLOCK_SIZES, prepare
 from bge_m3_server.domain.errors import PreparationError
 from bge_m3_server.domain.fidelity import FLOORS
 
-from tests.support.preparable import ORT, Loads, load_on_cpu, write_preparable
+from tests.support.preparable import ORT, Loads, load_on_cpu
+
+pytest_plugins = ["tests.support.prepare_fixtures"]
 
 NEWER = attrs.evolve(ORT, environment="version 2")
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    path = tmp_path_factory.mktemp("source")
-    write_preparable(path)
-    return path
 
 
 @pytest.fixture
