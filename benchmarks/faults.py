@@ -146,7 +146,7 @@ async def _probe(
             for since in backend.hanging_since
         )
         health = json.loads(body)
-        told = health["workers"]["suspect"] if health["status"] == "warn" else 0
+        told = 0 if health["status"] == "ok" else health["workers"]["suspect"]
         report.hangs_told += min(told, hanging)
         report.hangs_hidden += max(hanging - told, 0)
         await asyncio.sleep(0.05)

@@ -4,7 +4,7 @@ Runs the server's own probe on the model of `synthetic_bge_m3`, then shapes that
 saw, and prints peaks, fit and errors. Peaks do not depend on how busy the machine is.
 
     .venv/bin/python -m benchmarks.synthetic_bge_m3 .cache/synthetic
-    .venv/bin/python -m benchmarks.workspace .cache/synthetic/onnx/model.onnx --json peaks.json
+    .venv/bin/python -m benchmarks.workspace .cache/synthetic --ep cpu --model fp32
 """
 
 import argparse
@@ -21,8 +21,11 @@ from bge_m3_server.adapters.memory.cpu_count import cpu_count, cpu_model
 from bge_m3_server.adapters.memory.peak import peak_memory
 from bge_m3_server.adapters.memory.trim import trim_heap
 from bge_m3_server.adapters.ort.session import OrtBackend, SessionSettings, session_options
-from bge_m3_server.app.metering import PassMeter, ProbeMeter
+from bge_m3_server.app.config import load_config
+from bge_m3_server.app.container import build_container
+from bge_m3_server.app.metering import MeteredBackend, PassMeter, ProbeMeter
 from bge_m3_server.domain.budget import conservative_coefficients
+from bge_m3_server.domain.ports import InferenceBackend
 from bge_m3_server.domain.probe import Probe, ProbeLimits, probe_shapes
 from bge_m3_server.domain.probe_fit import FitRefusal, ShapePeak, fit_workspace
 from bge_m3_server.domain.types import GraphLayout, HeadProjections, Heads, ModelContract
@@ -45,8 +48,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("graph", type=Path)
-    parser.add_argument("--arena", action="store_true", help="let the engine keep what it frees")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--ep", default="openvino", help="as BGE_M3_EP")
+    parser.add_argument("--model", default="w8", help="as BGE_M3_MODEL")
+    parser.add_argument("--cache", type=Path, default=Path(".cache/synthetic/prepared"))
+    parser.add_argument(
+        "--arena", action="store_true", help="fp32 on ONNX Runtime that keeps what it frees"
+    )
     parser.add_argument("--max-tokens", type=int, default=4096)
     parser.add_argument("--memory-mib", type=int, default=12_000)
     parser.add_argument("--json", type=Path)
@@ -55,9 +63,9 @@ def main() -> None:
     memory = peak_memory()
     if isinstance(memory, str):
         sys.exit(memory)
-    backend = open_backend(arguments.graph, arena=arguments.arena)
+    backend = backend_with_arena(arguments) if arguments.arena else served_backend(arguments)
     meter = ProbeMeter(backend, PassMeter(memory), trim_heap)
-    conservative = conservative_coefficients(CONTRACT)
+    conservative = conservative_coefficients(backend.contract)
     limit_bytes = arguments.memory_mib * MIB
     result = Probe(
         probe_shapes(arguments.max_tokens, conservative),
@@ -103,7 +111,8 @@ def main() -> None:
             "conditions": {
                 "cpu": cpu_model(),
                 "threads": cpu_count().count,
-                "engine": f"onnxruntime {onnxruntime.__version__}",
+                "engine": f"{arguments.ep}, onnxruntime {onnxruntime.__version__}",
+                "model": arguments.model,
                 "arena": arguments.arena,
                 "python": platform.python_version(),
             },
@@ -115,12 +124,24 @@ def main() -> None:
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
-def open_backend(graph: Path, *, arena: bool) -> OrtBackend:
-    """The synthetic model on all CPUs of this process; `arena` is the engine's own allocator."""
+def served_backend(arguments: argparse.Namespace) -> InferenceBackend:
+    """The engine that the server would use."""
+    settings = {
+        "BGE_M3_MODEL_DIR": str(arguments.directory),
+        "BGE_M3_CACHE_DIR": str(arguments.cache),
+        "BGE_M3_EP": arguments.ep,
+        "BGE_M3_MODEL": arguments.model,
+    }
+    backend = build_container(load_config(settings, sys.platform)).load_model().backends[0]
+    return backend.backend if isinstance(backend, MeteredBackend) else backend
+
+
+def backend_with_arena(arguments: argparse.Namespace) -> InferenceBackend:
+    """The exported graph with the engine's own allocator, which the server does without."""
     options = session_options(SessionSettings(cpu_count().count, Path("unused")))
-    options.enable_cpu_mem_arena = arena
-    options.enable_mem_pattern = arena
-    session = onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+    options.enable_cpu_mem_arena = options.enable_mem_pattern = True
+    graph = str(arguments.directory / "onnx" / "model.onnx")
+    session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     return OrtBackend(CONTRACT, HeadProjections(), session)
 
 

@@ -140,6 +140,10 @@ class MeteredBackend:
             self.observe(rows, tokens, reading.rise_bytes)
         return result
 
+    def release(self) -> None:
+        """Release what the wrapped backend keeps."""
+        self.backend.release()
+
     def close(self) -> None:
         """Close the wrapped backend."""
         self.backend.close()
@@ -151,8 +155,9 @@ class ProbeMeter:
 
     Anonymous memory counts from what was held after the warm-up, so that what the allocator keeps
     between passes is part of each peak; mapped files count from what was resident before the pass,
-    since the kernel can drop them. `trim` lets the allocator give back what it can before a pass:
-    how much it keeps otherwise depends on chance.
+    since the kernel can drop them. Before a pass the engine gives back what it keeps, and `trim`
+    lets the allocator do so as far as it can: how much they keep otherwise depends on what ran
+    before.
     """
 
     backend: InferenceBackend
@@ -166,8 +171,8 @@ class ProbeMeter:
         Raises:
             InferenceError: the engine failed.
         """
-        self._run(1, WARM_UP_TOKENS)
-        self.trim()
+        self._run(probe_batch(1, WARM_UP_TOKENS))
+        self._trim()
         self._loaded = self.meter.memory.resident()
 
     def alone(self) -> contextlib.AbstractContextManager[bool]:
@@ -184,28 +189,40 @@ class ProbeMeter:
         Raises:
             InferenceError: the engine failed.
         """
+        peaks = [self._peak_bytes(each) for each in probe_batches(batch, tokens)]
+        return max(peak for peak in peaks if peak is not None) if None not in peaks else None
+
+    def _peak_bytes(self, batch: TokenBatch) -> int | None:
         loaded = self._loaded or self.meter.memory.resident()
-        self.trim()
+        self._trim()
         with self.meter.forward_pass() as reading:
-            self._run(batch, tokens)
+            self._run(batch)
         if reading.peak_bytes is None:
             return None
         floor_bytes = loaded.anonymous_bytes + reading.before.file_bytes
         return max(0, reading.peak_bytes - floor_bytes)
 
-    def _run(self, batch: int, tokens: int) -> None:
+    def _trim(self) -> None:
+        self.backend.release()
+        self.trim()
+
+    def _run(self, batch: TokenBatch) -> None:
         contract = self.backend.contract
-        self.backend.run(probe_batch(batch, tokens), contract.outputs_for(contract.heads))
+        self.backend.run(batch, contract.outputs_for(contract.heads))
 
 
-def probe_batch(batch: int, tokens: int) -> TokenBatch:
-    """Rows of one id: values do not change the cost, and one row of the table is touched.
+def probe_batches(batch: int, tokens: int) -> tuple[TokenBatch, ...]:
+    """One without padding and, where a server may pad, one with: either can need more memory."""
+    if batch > 1 and WARM_UP_TOKENS < tokens <= LONGEST_PADDED_TOKENS:
+        return probe_batch(batch, tokens), probe_batch(batch, tokens, is_padded=True)
+    return (probe_batch(batch, tokens),)
 
-    Where a server may pad, one row is padded: attention can need more memory then.
-    """
+
+def probe_batch(batch: int, tokens: int, *, is_padded: bool = False) -> TokenBatch:
+    """Rows of one id: values do not change the cost, and one row of the table is touched."""
     ids = np.full((batch, tokens), _UNKNOWN_ID, dtype=np.int64)
     ids[:, 0], ids[:, -1] = _BOS_ID, _EOS_ID
     mask, lengths = np.ones_like(ids), np.full(batch, tokens, dtype=np.int64)
-    if batch > 1 and WARM_UP_TOKENS < tokens <= LONGEST_PADDED_TOKENS:
+    if is_padded:
         ids[-1, -2:], mask[-1, -1], lengths[-1] = (_EOS_ID, PAD_ID), 0, tokens - 1
     return TokenBatch(ids, mask, lengths)

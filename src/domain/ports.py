@@ -48,6 +48,10 @@ class InferenceBackend(Protocol):
         """
         ...
 
+    def release(self) -> None:
+        """Give back what the engine keeps from one pass for the next; not while passes run."""
+        ...
+
     def close(self) -> None:
         """Give the model's memory back; the backend is not used afterwards."""
         ...

@@ -94,7 +94,7 @@ class FakeBackend:
     `heads`: what the contract offers.
     `error`: raised by every run while it is set.
     `nan_id`: a text with this id comes out as NaN.
-    `runs`: every call so far, failed ones included.
+    `runs`, `releases`: every call so far, failed ones included.
     """
 
     layout: GraphLayout = GraphLayout.LAST_HIDDEN_STATE
@@ -103,6 +103,7 @@ class FakeBackend:
     error: InferenceError | None = None
     nan_id: int | None = None
     runs: list[FakeRun] = attrs.field(factory=list, init=False)
+    releases: int = attrs.field(default=0, init=False)
     closed: bool = attrs.field(default=False, init=False)
 
     @property
@@ -144,6 +145,10 @@ class FakeBackend:
             "colbert_vecs": self._projection(self.hidden_size)(states),
         }
         return {name: available[name] for name in outputs}
+
+    def release(self) -> None:
+        """Count it."""
+        self.releases += 1
 
     def close(self) -> None:
         """Remember that it was closed."""

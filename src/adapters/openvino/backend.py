@@ -66,6 +66,9 @@ class OpenVinoBackend:
     A compiled model in which a run failed is not used again: shapes of the failed run stay in it,
     and spoil the next run of the shape before. The next run compiles the model anew.
 
+    Between runs the engine keeps the buffers of the largest one. Where a larger one comes, they are
+    given back first: while a buffer grows, the engine holds the old and the new one.
+
     `after_first_run` is called once: the plugin packs weights its own way in the first run, and
     looks at the file no more but for rows of the embedding table.
     """
@@ -75,6 +78,7 @@ class OpenVinoBackend:
     _compile: Callable[[], Any] | None
     _compiled: Any
     _after_first_run: Callable[[], None] | None = None
+    _largest_positions: int = attrs.field(default=0, init=False)
     _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
 
     def run(self, batch: TokenBatch, outputs: Sequence[str]) -> Mapping[str, Floats]:
@@ -91,6 +95,8 @@ class OpenVinoBackend:
         compiled = self._usable_model()
         if not outputs:
             return {}
+        if self._has_outgrown(batch.ids.size):
+            _release(compiled)
         inputs = graph_inputs(self.contract.input_names, batch)
         try:
             request = compiled.create_infer_request()
@@ -110,6 +116,13 @@ class OpenVinoBackend:
             after_first_run()
         return results
 
+    def release(self) -> None:
+        """Give back the buffers of the largest run, unless something runs."""
+        with self._lock:
+            compiled, self._largest_positions = self._compiled, 0
+        if compiled is not None:
+            _release(compiled)
+
     def close(self) -> None:
         """Drop the model: its memory is returned when the last run in progress ends."""
         with self._lock:
@@ -128,10 +141,21 @@ class OpenVinoBackend:
                     ) from error
             return self._compiled
 
+    def _has_outgrown(self, positions: int) -> bool:
+        with self._lock:
+            largest = self._largest_positions
+            self._largest_positions = max(largest, positions)
+        return 0 < largest < positions
+
     def _drop(self, compiled: Any) -> None:  # noqa: ANN401  (the package has no types)
         with self._lock:
             if self._compiled is compiled:
                 self._compiled = None
+
+
+def _release(compiled: Any) -> None:  # noqa: ANN401  (the package has no types)
+    with contextlib.suppress(RuntimeError):  # the engine refuses while something runs
+        compiled.release_memory()
 
 
 def load_openvino_backend(

@@ -90,6 +90,9 @@ class OrtBackend:
             ) from error
         return dict(zip(outputs, values, strict=True))
 
+    def release(self) -> None:
+        """Do nothing: without its arena the engine keeps nothing between passes."""
+
     def close(self) -> None:
         """Drop the session: its memory is returned when the last run in progress ends."""
         self._session = None

@@ -4,6 +4,7 @@ import logging
 import platform
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from ... import __version__
 from ...adapters.coefficient_store import model_fingerprint
@@ -122,8 +123,14 @@ def _load(
         cost_model=cost_model,
         tuning=tuning,
         padding=padding_rule(config, threads),
-        rest=partial(drop_mapped_pages, list(files.graph_path.parent.iterdir())),
+        rest=partial(_rest, backends, list(files.graph_path.parent.iterdir())),
     )
+
+
+def _rest(backends: Sequence[InferenceBackend], mapped_files: Sequence[Path]) -> None:
+    for backend in backends:
+        backend.release()
+    drop_mapped_pages(mapped_files)
 
 
 def memory_limit(config: Config, probes: Sequence[MemoryProbe]) -> MemoryLimit:

@@ -43,17 +43,31 @@ class FakeMemory:
 
 @attrs.define
 class CostlyBackend(FakeBackend):
-    """A fake model whose passes need 10 bytes a position, and keep some of it if asked to."""
+    """A fake model whose passes need 10 bytes a position, and keep some of it if asked to.
+
+    `padded_extra`, `plain_extra`: what a pass with padding, or without, needs on top.
+    `buffers`: what each pass leaves until it is released.
+    """
 
     memory: FakeMemory = attrs.field(factory=FakeMemory)
     keeps: int = 0
     maps: int = 0
+    padded_extra: int = 0
+    plain_extra: int = 0
+    buffers: int = 0
+    held: int = 0
 
     def run(self, batch, outputs):
         self.memory.file += self.maps
-        self.memory.rise(10 * batch.ids.size)
-        self.memory.anonymous += self.keeps
+        extra = self.plain_extra if batch.mask.all() else self.padded_extra
+        self.memory.rise(10 * batch.ids.size + extra)
+        self.memory.anonymous += self.keeps + self.buffers
+        self.held += self.buffers
         return super().run(batch, outputs)
+
+    def release(self):
+        self.memory.anonymous -= self.held
+        self.held = 0
 
 
 def no_trim():
@@ -241,6 +255,26 @@ def test_probe_without_company_only(memory):
     with meter.forward_pass():
         assert probe.peak_bytes(1, 10) is None
     assert probe.peak_bytes(1, 10) is not None
+
+
+def test_probe_peaks_leave_out_what_the_engine_kept_from_other_passes(memory):
+    """Buffers of a larger pass are given back before a smaller one is measured."""
+    probe = ProbeMeter(CostlyBackend(memory=memory, buffers=5000), PassMeter(memory), no_trim)
+    probe.warm_up()
+
+    assert probe.peak_bytes(1, 20) == 200
+    assert probe.peak_bytes(1, 10) == 100
+
+
+@pytest.mark.parametrize("needy", ["padded_extra", "plain_extra"])
+def test_short_texts_are_measured_with_padding_and_without(memory, needy):
+    """Engines have other ways through attention for each, and the larger peak counts."""
+    backend = CostlyBackend(memory=memory, **{needy: 7000})
+    probe = ProbeMeter(backend, PassMeter(memory), no_trim)
+    probe.warm_up()
+
+    assert probe.peak_bytes(8, 128) == 8 * 128 * 10 + 7000
+    assert probe.peak_bytes(1, 128) == 128 * 10 + (7000 if needy == "plain_extra" else 0)
 
 
 def test_probe_asks_for_every_output(memory):
