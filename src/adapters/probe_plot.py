@@ -74,4 +74,4 @@ def plot_probe(
 def _cost_mib(coefficients: Coefficients, batch: int, tokens: float) -> float:
     positions = batch * tokens
     cost = coefficients.a_bytes_per_token + coefficients.b_bytes_per_token_sq * tokens
-    return positions * cost / _MIB
+    return (positions * cost + coefficients.fixed_bytes) / _MIB

@@ -274,7 +274,10 @@ def require_room(lengths: Sequence[int], tuning: Tuning) -> None:
     if tuning.total_workspace_bytes is None:
         return
     cost_model = CostModel(
-        tuning.a_bytes_per_token, tuning.b_bytes_per_token_sq, tuning.total_workspace_bytes
+        tuning.a_bytes_per_token,
+        tuning.b_bytes_per_token_sq,
+        tuning.total_workspace_bytes,
+        tuning.fixed_bytes,
     )
     try:
         require_fits(lengths, cost_model)

@@ -65,7 +65,8 @@ def _fit(fit: Fit | FitRefusal) -> Iterator[str]:
     coefficients, quality = fit.coefficients, fit.quality
     yield (
         f"a = {coefficients.a_bytes_per_token:.0f} bytes per token, "
-        f"b = {coefficients.b_bytes_per_token_sq:.1f} bytes per token pair"
+        f"b = {coefficients.b_bytes_per_token_sq:.1f} bytes per token pair, "
+        f"and {coefficients.fixed_bytes / _MIB:.1f} MiB for any pass"
     )
     yield (
         f"R² = {quality.r_squared:.5f}, worst error of the fit {quality.worst_relative_error:.1%}, "

@@ -75,6 +75,7 @@ class Tuning:
     `coefficients_source`: ``conservative``, ``probe``, ``cache`` or the setting that pins them;
     `reason` says why they are used, and why the probe stopped.
     `longest_text_tokens`: a longer text is refused.
+    `fixed_bytes`: what any pass needs on top of a and b.
     `excess_passes`: passes that needed over 20 % more than estimated.
     `fit_r_squared`, `fit_worst_relative_error`, `fit_margin`: how well the measurements fit.
     """
@@ -92,6 +93,7 @@ class Tuning:
     coefficients_source: str | None = None
     reason: str | None = None
     longest_text_tokens: int | None = None
+    fixed_bytes: int = 0
     excess_passes: int = 0
     fit_r_squared: float | None = None
     fit_worst_relative_error: float | None = None

@@ -137,6 +137,7 @@ def account(state: TuningState, situation: Situation) -> Tuning:
     return Tuning(
         a_bytes_per_token=cost_model.a_bytes_per_token,
         b_bytes_per_token_sq=cost_model.b_bytes_per_token_sq,
+        fixed_bytes=round(cost_model.fixed_bytes),
         max_workspace_bytes=cost_model.max_workspace_bytes,
         probe_status=state.status,
         memory_source=situation.memory.source,

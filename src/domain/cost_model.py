@@ -23,14 +23,16 @@ def _finite_and_not_negative(_: object, attribute: "attrs.Attribute[float]", val
 
 @attrs.frozen
 class CostModel:
-    """Workspace of a (count, max_tokens) chunk: a · count·tokens + b · count·tokens².
+    """Workspace of a (count, max_tokens) chunk: a · count·tokens + b · count·tokens² + fixed.
 
-    The linear term is activations, the quadratic one the attention scores.
+    The linear term is activations, the quadratic one the attention scores; the fixed part is what
+    an engine keeps for itself, however small the chunk.
     """
 
     a_bytes_per_token: float = attrs.field(validator=_finite_and_not_negative)
     b_bytes_per_token_sq: float = attrs.field(validator=_finite_and_not_negative)
     max_workspace_bytes: int = attrs.field(validator=ge(0))
+    fixed_bytes: float = attrs.field(default=0.0, validator=_finite_and_not_negative)
 
     @classmethod
     def conservative(
@@ -56,8 +58,12 @@ class CostModel:
     def chunk_cost_bytes(self, count: int, max_tokens: int) -> int:
         """Estimated workspace; each term is rounded down on its own."""
         positions = count * max_tokens
-        return math.floor(self.a_bytes_per_token * positions) + math.floor(
-            self.b_bytes_per_token_sq * positions * max_tokens
+        if positions == 0:
+            return 0
+        return (
+            math.floor(self.a_bytes_per_token * positions)
+            + math.floor(self.b_bytes_per_token_sq * positions * max_tokens)
+            + math.ceil(self.fixed_bytes)
         )
 
     def fits(self, count: int, max_tokens: int) -> bool:

@@ -22,6 +22,13 @@ A_RANGE = (4096.0, 262_144.0)
 B_RANGE = (0.0, 50_000.0)
 """Bytes per token pair that attention may need: none when fused, up to 12 500 floats."""
 
+LARGEST_FIXED_BYTES = 256 * 1024**2
+"""What an engine may need for a pass of any size: kernels, and buffers for each thread."""
+
+NOTICEABLE_BYTES = 16 * 1024**2
+"""Peaks below this count as this where an estimate above them is judged: so little decides nothing,
+and is mostly what an engine needs for any pass."""
+
 SCATTER = 0.05
 """Repeated measurements of one shape differ by so much of the peak."""
 
@@ -35,6 +42,8 @@ _Column = NDArray[np.float64]
 
 _LEAST_POINTS = 2
 _RAISES = 33
+_FIXED_PARTS = 17
+_TELLING_RATIO = 4
 _SINGULAR = 1e-6
 """Share of the largest squared entry below which a determinant counts as zero."""
 
@@ -51,23 +60,37 @@ class ShapePeak:
 
 @attrs.frozen
 class Coefficients:
-    """Bytes per token position, and per token position and token of the same text."""
+    """Bytes per token position, per token position and token of the same text, and per pass."""
 
     a_bytes_per_token: float
     b_bytes_per_token_sq: float
+    fixed_bytes: float = 0.0
 
     def cost_bytes(self, batch: int, tokens: int) -> float:
         """Estimated workspace of one forward pass."""
         positions = batch * tokens
-        return self.a_bytes_per_token * positions + self.b_bytes_per_token_sq * positions * tokens
+        return (
+            self.a_bytes_per_token * positions
+            + self.b_bytes_per_token_sq * positions * tokens
+            + self.fixed_bytes
+        )
 
     def scaled(self, factor: float) -> "Coefficients":
-        """Both terms times `factor`."""
-        return Coefficients(self.a_bytes_per_token * factor, self.b_bytes_per_token_sq * factor)
+        """All terms times `factor`."""
+        return Coefficients(
+            self.a_bytes_per_token * factor,
+            self.b_bytes_per_token_sq * factor,
+            self.fixed_bytes * factor,
+        )
 
     def cost_model(self, max_workspace_bytes: int) -> CostModel:
         """These coefficients under a ceiling."""
-        return CostModel(self.a_bytes_per_token, self.b_bytes_per_token_sq, max_workspace_bytes)
+        return CostModel(
+            self.a_bytes_per_token,
+            self.b_bytes_per_token_sq,
+            max_workspace_bytes,
+            self.fixed_bytes,
+        )
 
 
 @attrs.frozen
@@ -76,7 +99,7 @@ class FitQuality:
 
     `r_squared`: share of the peaks' variance that least squares explains; 1 is all of it.
     `worst_relative_error`: largest |estimate - peak| / peak of the least-squares fit.
-    `margin`: the highest estimate over its peak, once no estimate is below one.
+    `margin`: the highest estimate over its peak, or `NOTICEABLE_BYTES`, once none is below one.
     `points`: shapes that were measured.
     """
 
@@ -166,6 +189,7 @@ def is_plausible(coefficients: Coefficients) -> bool:
     return (
         A_RANGE[0] <= coefficients.a_bytes_per_token <= A_RANGE[1] * 2
         and B_RANGE[0] <= coefficients.b_bytes_per_token_sq <= B_RANGE[1] * 2
+        and 0 <= coefficients.fixed_bytes <= LARGEST_FIXED_BYTES * 2
     )
 
 
@@ -173,18 +197,42 @@ def _covering(least: Coefficients, peaks: Sequence[ShapePeak]) -> Coefficients:
     """The raise of `least` that covers every peak and exceeds none by more than it must.
 
     Passes peak either in the feed-forward part or in attention, so their sum is too low for some
-    shapes. Raising a costs long texts little and raising b costs short ones little; which mixture
-    is best is tried out.
+    shapes; and some engines need a few MiB for a pass of any size, which no token should bear.
+    Raising a costs long texts little, raising b costs short ones little, and a fixed part costs
+    large passes little; which mixture is best is tried out.
     """
     x1, x2, measured = _columns(peaks)
     lack = max(1.0, float((measured / _estimate(least, x1, x2)).max()))
+    slope = _slope_of_short_texts(least.b_bytes_per_token_sq, peaks)
+    least_a, fixed_parts = least.a_bytes_per_token, np.zeros(1)
+    if slope is not None:
+        least_a = slope
+        most_fixed = min(max(float(measured.min()), NOTICEABLE_BYTES), LARGEST_FIXED_BYTES)
+        fixed_parts = np.linspace(0.0, most_fixed, _FIXED_PARTS)
     candidates = []
     for b in least.b_bytes_per_token_sq * np.geomspace(1.0, lack, _RAISES):
-        a = max(least.a_bytes_per_token, float(((measured - b * x2) / x1).max()))
-        candidates.append(Coefficients(a, float(b)))
+        for fixed in fixed_parts:
+            a = max(least_a, float(((measured - fixed - b * x2) / x1).max()))
+            candidates.append(Coefficients(a, float(b), float(fixed)))
     return min(
         candidates, key=lambda candidate: _worst_ratio(_estimate(candidate, x1, x2), measured)
     )
+
+
+def _slope_of_short_texts(b: float, peaks: Sequence[ShapePeak]) -> float | None:
+    """What a token of short texts adds to a pass; None where too little was measured to tell.
+
+    A fixed part must not take over what many short texts in one pass would need.
+    """
+    short = [peak for peak in peaks if peak.tokens < TELLING_TOKENS]
+    if not short:
+        return None
+    x1, x2, measured = _columns(short)
+    linear = measured - b * x2
+    least, most = int(x1.argmin()), int(x1.argmax())
+    if x1[most] < _TELLING_RATIO * x1[least]:
+        return None
+    return _clamp(float((linear[most] - linear[least]) / (x1[most] - x1[least])), A_RANGE)
 
 
 def _hidden_quadratic(fitted: Coefficients, peaks: Sequence[ShapePeak]) -> float:
@@ -202,7 +250,11 @@ def _columns(peaks: Sequence[ShapePeak]) -> tuple[_Column, _Column, _Column]:
 
 
 def _estimate(coefficients: Coefficients, x1: _Column, x2: _Column) -> _Column:
-    return coefficients.a_bytes_per_token * x1 + coefficients.b_bytes_per_token_sq * x2
+    return (
+        coefficients.a_bytes_per_token * x1
+        + coefficients.b_bytes_per_token_sq * x2
+        + coefficients.fixed_bytes
+    )
 
 
 def _clamp(value: float, limits: tuple[float, float]) -> float:
@@ -221,5 +273,4 @@ def _worst_relative_error(measured: _Column, estimated: _Column) -> float:
 
 
 def _worst_ratio(estimated: _Column, measured: _Column) -> float:
-    seen = measured > 0
-    return float((estimated[seen] / measured[seen]).max())
+    return float((estimated / np.maximum(measured, NOTICEABLE_BYTES)).max())

@@ -65,6 +65,7 @@ HEALTH_EXAMPLE: Mapping[str, Any] = {
     "tuning": {
         "a_bytes_per_token": 88213.0,
         "b_bytes_per_token_sq": 204.6,
+        "fixed_bytes": 0,
         "max_workspace_bytes": 4831838208,
         "probe_status": "complete",
         "memory_source": "cgroup_v2",

@@ -182,6 +182,7 @@ class TuningReport(msgspec.Struct, frozen=True, kw_only=True):
 
     a_bytes_per_token: float | None = None
     b_bytes_per_token_sq: float | None = None
+    fixed_bytes: int | None = None
     max_workspace_bytes: int | None = None
     probe_status: str | None = None
     memory_source: str | None = None
