@@ -153,8 +153,8 @@ def served_backend(arguments: argparse.Namespace) -> InferenceBackend:
 
 def backend_with_arena(arguments: argparse.Namespace) -> InferenceBackend:
     """The exported graph with the engine's own allocator, which the server does without."""
-    options = session_options(SessionSettings(cpu_count().count, Path("unused")))
-    options.enable_cpu_mem_arena = options.enable_mem_pattern = True
+    options = session_options(SessionSettings(cpu_count().count, Path("unused")), has_arena=True)
+    options.enable_mem_pattern = True
     graph = str(arguments.directory / "onnx" / "model.onnx")
     session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     return OrtBackend(CONTRACT, HeadProjections(), session)

@@ -161,7 +161,7 @@ def _onnxruntime(config: Config, provider: ExecutionProvider, threads: int) -> E
         providers = ORT_PROVIDERS[provider](settings)
         return load_backend(graph, projections, settings, providers, precision)
 
-    return Engine(f"onnxruntime {provider.value}, no arena", ENGINE_VERSION, load)
+    return Engine(f"onnxruntime {provider.value}", ENGINE_VERSION, load)
 
 
 def _openvino(threads: int, workers: int) -> Engine:

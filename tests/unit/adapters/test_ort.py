@@ -5,6 +5,8 @@ import weakref
 
 import onnxruntime
 import pytest
+from bge_m3_server.adapters.memory.peak import peak_memory
+from bge_m3_server.adapters.memory.trim import trim_heap
 from bge_m3_server.adapters.ort.coreml import coreml_providers
 from bge_m3_server.adapters.ort.cpu import cpu_providers
 from bge_m3_server.adapters.ort.cuda import cuda_providers
@@ -18,6 +20,7 @@ from bge_m3_server.adapters.ort.session import (
     session_options,
 )
 from bge_m3_server.adapters.ort.tensorrt import tensorrt_providers
+from bge_m3_server.app.metering import probe_batch
 from bge_m3_server.domain.errors import CacheDirectoryError, ModelError, ProviderError
 from bge_m3_server.domain.types import HeadProjections
 
@@ -46,13 +49,35 @@ def test_closed_backend_lets_go_of_its_session(tmp_path, settings):
 
 def test_session_options_are_explicit(settings):
     """Threads as configured, sequential, fully optimised, no spinning."""
-    options = session_options(SessionSettings(intra_threads=3, cache_dir=settings.cache_dir))
+    options = session_options(
+        SessionSettings(intra_threads=3, cache_dir=settings.cache_dir), has_arena=False
+    )
     assert options.intra_op_num_threads == 3
     assert options.inter_op_num_threads == 1
     assert options.execution_mode == onnxruntime.ExecutionMode.ORT_SEQUENTIAL
     assert options.graph_optimization_level == onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
     for pool in ("intra_op", "inter_op"):
         assert options.get_session_config_entry(f"session.{pool}.allow_spinning") == "0"
+
+
+def test_a_large_pass_leaves_nothing_behind(tmp_path, settings):
+    """Its scores took 64 MiB and more, and the arena gives them back as soon as it ends."""
+    memory = peak_memory()
+    if isinstance(memory, str):
+        pytest.skip(memory)
+    graph = write_tiny_model(tmp_path, positions=1026)
+    backend = load_backend(graph, HeadProjections(), settings, cpu_providers(settings))
+    outputs = backend.contract.outputs_for(backend.contract.heads)
+    backend.run(probe_batch(1, 8), outputs)
+    trim_heap()
+    before = memory.resident().anonymous_bytes
+    memory.reset_peak()
+    backend.run(probe_batch(16, 1024), outputs)
+    peak = memory.peak_bytes()
+    trim_heap()
+
+    assert peak - before > 64 * 2**20
+    assert memory.resident().anonymous_bytes - before < 16 * 2**20
 
 
 def test_zero_threads_are_refused(tmp_path):
