@@ -59,6 +59,8 @@ def main() -> None:
         settings = {
             "BGE_M3_MODEL_DIR": str(arguments.directory),
             "BGE_M3_CACHE_DIR": cache,
+            "BGE_M3_EP": "cpu",
+            "BGE_M3_MODEL": "fp32",
             "BGE_M3_INTRA_THREADS": str(arguments.threads),
             "BGE_M3_DISABLE_AUTO_BUDGET": "",
         }
