@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 HERE = Path(__file__).parent
 FIGURES = HERE.parent.parent / "docs" / "figures"
 MIB, GIB = 2**20, 2**30
+GIVEN_BACK, KEPT = "arena given back after each pass", "arena kept"
 LENGTHS = [2**power for power in range(5, 14)]
 
 
@@ -50,29 +51,29 @@ def main() -> None:
 
 def draw_all(directory: Path) -> None:
     """Every figure, named as the documentation refers to it."""
-    off, on = _measurements("arena_off"), _measurements("arena_on")
+    given_back, kept = _measurements("arena_given_back"), _measurements("arena_kept")
     plot_probe(
         directory / "probe.svg",
-        _peaks(off["peaks"]),
-        _coefficients(off["fit"]["coefficients"]),
-        unseen=_peaks(off["unseen"]),
-        conservative=_coefficients(off["conservative"]),
+        _peaks(given_back["peaks"]),
+        _coefficients(given_back["fit"]["coefficients"]),
+        unseen=_peaks(given_back["unseen"]),
+        conservative=_coefficients(given_back["conservative"]),
     )
-    _arena(off, on, directory / "arena.svg")
-    _terms(off, directory / "terms.svg")
-    _batches(off, directory / "batches.svg")
+    _arena(given_back, kept, directory / "arena.svg")
+    _terms(given_back, directory / "terms.svg")
+    _batches(given_back, directory / "batches.svg")
 
 
-def _arena(off: dict[str, Any], on: dict[str, Any], path: Path) -> None:
-    """Peak above the loaded model, shape after shape, with and without the engine's arena."""
+def _arena(given_back: dict[str, Any], kept: dict[str, Any], path: Path) -> None:
+    """Peak above the loaded model, shape after shape, with an arena given back and one kept."""
     figure, axes = _axes("peak above the loaded model, MiB")
     names, by_arena = [], {}
-    for name, figures in (("without arena", off), ("with arena", on)):
+    for name, figures in ((GIVEN_BACK, given_back), (KEPT, kept)):
         by_arena[name] = {
             f"{peak.batch}×{peak.tokens}": peak.peak_bytes / MIB
             for peak in _peaks([*figures["peaks"], *figures["unseen"]])
         }
-    names = [shape for shape in by_arena["without arena"] if shape in by_arena["with arena"]]
+    names = [shape for shape in by_arena[GIVEN_BACK] if shape in by_arena[KEPT]]
     for offset, (name, peaks) in zip((-0.2, 0.2), by_arena.items(), strict=True):
         places = [place + offset for place in range(len(names))]
         axes.bar(places, [peaks[shape] for shape in names], width=0.4, label=name)
@@ -82,9 +83,9 @@ def _arena(off: dict[str, Any], on: dict[str, Any], path: Path) -> None:
     _save(figure, path)
 
 
-def _terms(off: dict[str, Any], path: Path) -> None:
+def _terms(figures: dict[str, Any], path: Path) -> None:
     """Bytes per token that activations and attention need, by length of the text."""
-    fitted = _coefficients(off["fit"]["coefficients"])
+    fitted = _coefficients(figures["fit"]["coefficients"])
     figure, axes = _axes("workspace per token, KiB")
     linear = [fitted.a_bytes_per_token / 1024] * len(LENGTHS)
     quadratic = [fitted.b_bytes_per_token_sq * tokens / 1024 for tokens in LENGTHS]
@@ -100,9 +101,9 @@ def _terms(off: dict[str, Any], path: Path) -> None:
     _save(figure, path)
 
 
-def _batches(off: dict[str, Any], path: Path) -> None:
+def _batches(figures: dict[str, Any], path: Path) -> None:
     """The largest batch that fits, by length, for some workspaces."""
-    fitted = _coefficients(off["fit"]["coefficients"])
+    fitted = _coefficients(figures["fit"]["coefficients"])
     figure, axes = _axes("texts in the largest batch")
     for workspace_gib in (0.5, 1, 2, 4, 8, 16):
         model = fitted.cost_model(int(workspace_gib * GIB))
