@@ -40,7 +40,7 @@ class JsonCoefficientStore:
             record = json.loads(self.path.read_bytes())
         except FileNotFoundError:
             return f"there is no {self.path} yet"
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             return f"{self.path} cannot be read: {error}"
         if not isinstance(record, dict) or record.get("schema_version") != SCHEMA_VERSION:
             return f"{self.path} is not a record of schema version {SCHEMA_VERSION}"

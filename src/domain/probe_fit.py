@@ -206,7 +206,7 @@ def _covering(least: Coefficients, peaks: Sequence[ShapePeak]) -> Coefficients:
     slope = _slope_of_short_texts(least.b_bytes_per_token_sq, peaks)
     least_a, fixed_parts = least.a_bytes_per_token, np.zeros(1)
     if slope is not None:
-        least_a = slope
+        least_a = max(slope, least_a)
         most_fixed = min(max(float(measured.min()), NOTICEABLE_BYTES), LARGEST_FIXED_BYTES)
         fixed_parts = np.linspace(0.0, most_fixed, _FIXED_PARTS)
     candidates = []

@@ -303,6 +303,7 @@ def test_health_full(http, service, state, name, live):
         "tuning": {
             "a_bytes_per_token": 16384.0,
             "b_bytes_per_token_sq": 8.0,
+            "fixed_bytes": 0,
             "max_workspace_bytes": 2147483648,
             "probe_status": "disabled",
             "memory_source": "cgroup_v2",

@@ -116,7 +116,7 @@ def test_quality_of_a_poor_fit():
     assert fit.coefficients.cost_bytes(1, 8192) < 1.25 * measured[-1].peak_bytes
 
 
-@given(st.floats(1, 40), st.floats(20_000, 200_000), st.floats(0, 300))
+@given(st.floats(1, 8), st.floats(20_000, 200_000), st.floats(0, 300))
 def test_what_every_pass_needs_is_not_charged_to_the_tokens(fixed_mib, a, b):
     """An engine's fixed need raises no estimate of a large pass by more than the usual margin."""
     fixed_bytes = fixed_mib * 2**20
