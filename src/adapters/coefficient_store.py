@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import math
 import os
 import uuid
 from collections.abc import Mapping
@@ -106,5 +107,7 @@ def _fit(record: Mapping[str, Any]) -> Fit | None:
         return None
     figures = [*attrs.astuple(coefficients), *attrs.astuple(quality)]
     if any(isinstance(figure, bool) or not isinstance(figure, int | float) for figure in figures):
+        return None
+    if not all(map(math.isfinite, figures)):
         return None
     return Fit(coefficients, quality) if is_plausible(coefficients) else None

@@ -20,7 +20,7 @@ from ..domain.errors import ConfigError, ModelError
 from .config import Config
 from .container import Container
 from .engine import Engine
-from .http.protocol import envelope_protocol
+from .http.protocol import EnvelopeProtocol, envelope_protocol
 from .tuning import Tuner
 
 logger = logging.getLogger(__name__)
@@ -194,6 +194,9 @@ class DrainingServer(uvicorn.Server):
             *self.server_state.default_headers,
             (b"connection", b"close"),
         ]
+        for connection in self.server_state.connections:
+            if isinstance(connection, EnvelopeProtocol):
+                connection.end_with_answer()
 
     def _stop_accepting(self) -> None:
         self.should_exit = True

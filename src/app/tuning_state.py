@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import attrs
 
-from ..domain.budget import Budget, longest_text, require_useful
+from ..domain.budget import Budget, is_useful, longest_text, require_useful
 from ..domain.budget_override import Pins, resolve
 from ..domain.cost_model import CostModel
 from ..domain.ports import CoefficientStore, PeakMemory
@@ -104,6 +104,8 @@ def first_state(situation: Situation, store: CoefficientStore) -> TuningState:
         )
     require_useful(situation.budget, situation.memory.source, conservative, situation.max_tokens)
     known = store.load(situation.key) if situation.use_cache else "a fresh probe is wanted"
+    if isinstance(known, Fit) and not is_useful(known.coefficients, share, situation.max_tokens):
+        known = "by the remembered figures hardly any text would fit"
     if isinstance(known, Fit):
         logger.info("probe cache hit, nothing is measured")
         return TuningState(

@@ -111,10 +111,9 @@ def require_useful(budget: Budget, source: str, coefficients: Coefficients, max_
         ConfigError: shows the arithmetic and three ways out.
     """
     per_worker = budget.workspace_bytes_per_worker
-    fitting = longest_text(coefficients.cost_model(per_worker), max_tokens)
+    if is_useful(coefficients, per_worker, max_tokens):
+        return longest_text(coefficients.cost_model(per_worker), max_tokens)
     least = min(LEAST_USEFUL_TOKENS, max_tokens)
-    if fitting >= least:
-        return fitting
     need_bytes = math.ceil(coefficients.cost_bytes(1, least))
     least_bytes = budget.model_bytes + OS_HEADROOM_BYTES
     least_bytes += math.ceil(need_bytes * budget.workers / budget.safety_factor)
@@ -130,6 +129,12 @@ def require_useful(budget: Budget, source: str, coefficients: Coefficients, max_
         f"  2. {_fewer_workers(budget, need_bytes)}\n"
         "  3. load a smaller model: BGE_M3_MODEL=int8 needs a quarter of fp32's memory"
     )
+
+
+def is_useful(coefficients: Coefficients, workspace_bytes: int, max_tokens: int) -> bool:
+    """Whether texts of a usual length fit, alone, into so much workspace."""
+    least = min(LEAST_USEFUL_TOKENS, max_tokens)
+    return coefficients.cost_model(workspace_bytes).fits(1, least)
 
 
 def require_fits(lengths: Sequence[int], cost_model: CostModel) -> None:

@@ -167,6 +167,21 @@ def test_connections_outlive_their_idle_clients_and_end_with_the_grace_period(pr
         assert server.process.wait(timeout=30) == 3
 
 
+def test_an_answer_under_way_says_that_its_connection_ends(preview):
+    """Whoever asked before the server was told to stop must not ask on this connection again."""
+    with (
+        running_server({**preview, "BGE_M3_SHUTDOWN_GRACE_SECS": "60"}) as server,
+        ThreadPoolExecutor() as threads,
+    ):
+        waiting = threads.submit(post, server, "/v1/embeddings", LONG_WORK)
+        until(lambda: is_busy(server))
+        server.process.send_signal(signal.SIGTERM)
+        answer = waiting.result(timeout=120)
+
+        assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+        server.process.send_signal(signal.SIGTERM)
+
+
 def test_an_answer_that_nobody_reads_does_not_keep_the_server_from_stopping(preview):
     """It is cut off, and the exit code tells."""
     settings = {**preview, "BGE_M3_DRAIN_TIMEOUT_SECS": "1"}

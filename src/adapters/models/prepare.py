@@ -9,6 +9,8 @@ import contextlib
 import hashlib
 import json
 import logging
+import uuid
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,9 @@ REFERENCE_NAME = "reference.npz"
 """What the source makes of the fixed texts."""
 
 _DIRECTORY = "prepared"
+
+_DAMAGE = (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile)
+"""What reading a damaged JSON or ``.npz`` file can raise."""
 
 Progress = Callable[[str, float], None]
 """Told the step and the share that is done, from 0 to 1."""
@@ -135,29 +140,47 @@ def _verdict(target: Path) -> dict[str, Any]:
 
 
 def _is_made_here(engine: Engine, target: Path) -> bool:
-    return is_whole(target) and _verdict(target)["environment"] == engine.environment
+    with contextlib.suppress(*_DAMAGE):
+        return is_whole(target) and _verdict(target)["environment"] == engine.environment
+    return False
 
 
 def _holds_here(source: Source, engine: Engine, target: Path, floors: Fidelity) -> bool:
     """Whether the verdict was reached in this environment, or is reached again in it."""
-    verdict = _verdict(target)
     # A file for each, because servers of many kinds may share a cache.
     digest = hashlib.sha256(engine.environment.encode()).hexdigest()
     agreement = target / f"agrees-{digest[:16]}.json"
-    if verdict["environment"] == engine.environment or agreement.is_file():
-        return True
-    if verdict["refused"]:
+    try:
+        verdict = _verdict(target)
+        if verdict["environment"] == engine.environment or _agrees(agreement, engine, floors):
+            return True
+        if verdict["refused"]:
+            return False
+        reference = read_embeddings(target / REFERENCE_NAME)
+        graph, block_size = target / verdict["graph"], verdict["block_size"]
+    except _DAMAGE as error:
+        logger.warning("%s is damaged (%s) and is built again", target, error)
         return False
-    reference = read_embeddings(target / REFERENCE_NAME)
-    graph, block_size = target / verdict["graph"], verdict["block_size"]
     found = _compare(source, engine, graph, reference, block_size)
     if problems := shortfalls(found, floors):
         logger.warning("a prepared model is built again, for %s: %s", engine.environment, problems)
         return False
     record = {"environment": engine.environment, "fidelity": attrs.asdict(found)}
     with contextlib.suppress(OSError):  # a directory that is only read: the next start compares
-        agreement.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        written = agreement.with_name(f".{agreement.name}.{uuid.uuid4().hex}")
+        written.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        written.replace(agreement)
     return True
+
+
+def _agrees(agreement: Path, engine: Engine, floors: Fidelity) -> bool:
+    """Whether `agreement` tells that this environment has compared, and found no shortfall."""
+    try:
+        record = json.loads(agreement.read_text(encoding="utf-8"))
+        found = Fidelity(**record["fidelity"])
+        return record["environment"] == engine.environment and not shortfalls(found, floors)
+    except (OSError, *_DAMAGE):  # none, or only half of one: compared again
+        return False
 
 
 def _compare(

@@ -189,7 +189,7 @@ def session_options(settings: SessionSettings, *, has_arena: bool) -> onnxruntim
 
 
 def run_options(providers: Sequence[Provider]) -> onnxruntime.RunOptions | None:
-    """Give the arena back after each run: a budget holds only if a pass leaves nothing behind.
+    """Give the arena back after each run, else what the largest pass took would stay for good.
 
     https://onnxruntime.ai/docs/get-started/with-c.html, "memory arena shrinkage"
     """

@@ -65,6 +65,12 @@ class EnvelopeProtocol(HttpToolsProtocol):
         super().on_message_complete()
         self._is_reading = False
 
+    def end_with_answer(self) -> None:
+        """Let the answer that is under way be the last one on this connection."""
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is not None:
+            cycle.keep_alive = False
+
     def shutdown(self) -> None:
         """Close the connection after the answer; what has not come soon will not be read."""
         if self.cycle is not None:

@@ -18,7 +18,7 @@ KEY = ProbeKey(
     model_id="bge-m3",
     model_fingerprint="ab" * 32,
     precision="fp32",
-    engine="onnxruntime CPUExecutionProvider, no arena",
+    engine="onnxruntime CPUExecutionProvider",
     engine_version="1.22",
     intra_threads=2,
     max_tokens=8192,
@@ -73,7 +73,12 @@ def test_every_condition_counts(store, field):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"null", b"[]", b"\xff\xfe", b'{"schema_version": 2}', b"{}"]
+    "content",
+    [
+        *(b"", b"{", b"null", b"[]", b"\xff\xfe", b"{}"),
+        *(b'{"schema_version": 2}', b'{"schema_version": 99}'),
+        b"[" * 200_000,
+    ],
 )
 def test_corrupt_files_are_misses(store, content):
     """Whatever lies there, the start goes on and says why nothing was used."""
@@ -104,7 +109,11 @@ def test_a_record_without_a_proper_key(store, key):
         ("coefficients", "b_bytes_per_token_sq", "190"),
         ("coefficients", "b_bytes_per_token_sq", True),
         ("coefficients", "c", 1.0),
+        ("coefficients", "fixed_bytes", float("nan")),
+        ("coefficients", "fixed_bytes", 1e12),
         ("quality", "margin", None),
+        ("quality", "margin", float("nan")),
+        ("quality", "margin", float("inf")),
         ("quality", "surprise", 1.0),
     ],
 )

@@ -1,6 +1,7 @@
 """Prepared models under another version of the engine, or on another processor."""
 
 import json
+import os
 
 import attrs
 import pytest
@@ -75,3 +76,43 @@ def test_a_refusal_holds_for_its_environment_only(original, cache):
     files = prepared(Loads().of(original), cache, NEWER)
 
     assert is_whole(files.graph_path.parent)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"fidelity": {}}', "low figures"])
+def test_half_an_agreement_is_none(original, cache, content):
+    """What does not tell that this environment has compared well makes it compare again."""
+    compared = []
+
+    def load(graph):
+        compared.append(graph)
+        return load_on_cpu(graph)
+
+    directory = prepared(Loads().of(original), cache).graph_path.parent
+    newer = attrs.evolve(NEWER, load=load)
+    prepared(Loads().of(original), cache, newer)
+    (agreement,) = directory.glob("agrees-*.json")
+    whole = json.loads(agreement.read_text())
+    if content == "low figures":
+        whole["fidelity"]["dense_cosine_min"] = 0.1
+        content = json.dumps(whole)
+    agreement.write_text(content)
+    prepared(Loads().of(original), cache, newer)
+
+    assert len(compared) == 2
+    assert json.loads(agreement.read_text())["fidelity"]["dense_cosine_min"] > 0.9
+    assert [path.name for path in directory.glob("*agrees*")] == [agreement.name]
+
+
+@pytest.mark.parametrize("name", ["fidelity.json", "reference.npz"])
+def test_damage_that_does_not_show_in_size_or_date_is_mended(original, cache, name):
+    """A file that cannot be read any more makes the model be built again, not the start fail."""
+    loads = Loads()
+    first = prepared(loads.of(original), cache)
+    path = first.graph_path.with_name(name)
+    status = path.stat()
+    path.write_bytes(b"x" * status.st_size)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    assert prepared(loads.of(original), cache, NEWER) == first
+    assert loads.count == 2
+    assert is_whole(first.graph_path.parent)

@@ -1,5 +1,6 @@
 """Where the cost model comes from: a probe, what is remembered, or the operator."""
 
+import attrs
 import pytest
 from bge_m3_server.app.service import ProbeStatus
 from bge_m3_server.domain.budget import Budget
@@ -61,6 +62,18 @@ def test_a_second_start_remembers(setup):
     assert setup.backend.shapes == []
     assert setup.published == []
     assert setup.tuner.detail().quality == REMEMBERED.quality
+
+
+def test_remembered_figures_that_leave_no_room_are_measured_again(setup):
+    """They would make the server refuse every text for ever."""
+    absurd = attrs.evolve(REMEMBERED.coefficients, fixed_bytes=float(64 * GIB))
+    setup.store.kept[KEY] = attrs.evolve(REMEMBERED, coefficients=absurd)
+    _, tuning, _ = setup.prepare()
+    setup.start()
+    setup.wait_for_probe()
+
+    assert tuning.probe_status is ProbeStatus.RUNNING
+    assert setup.store.kept[KEY].coefficients.fixed_bytes < GIB
 
 
 def test_a_fresh_probe_can_be_asked_for(setup):
