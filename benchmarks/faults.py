@@ -111,14 +111,16 @@ async def _inject(
     backend: ForgetfulBackend, report: FaultReport, chance: random.Random, until: float
 ) -> None:
     kinds, weights = list(FAULTS), list(FAULTS.values())
-    drawn = Fault.HANG
+    drawn, pause = Fault.HANG, 0.0  # the very first chunk hangs, before anything was measured
     while time.monotonic() < until:
-        await asyncio.sleep(chance.expovariate(1 / MEAN_SECONDS_BETWEEN_FAULTS))
+        await asyncio.sleep(pause)
         # Only what runs can fail: faults must not wait for a model that is being loaded again.
         if backend.calculating > len(backend.next_faults):
             backend.next_faults.append(drawn)
             report.faults += 1
             (drawn,) = chance.choices(kinds, weights)
+        if report.faults:
+            pause = chance.expovariate(1 / MEAN_SECONDS_BETWEEN_FAULTS)
 
 
 async def _send_poison(address: Address, report: FaultReport, until: float) -> None:

@@ -43,7 +43,11 @@ def served_engine(
 ) -> Iterator[tuple[Engine, Address]]:
     """A real HTTP server over `backend`; hanging runs are released at the end."""
     engine = Engine(
-        lambda: loaded_model(backend, cost_model=cost_model),
+        lambda: loaded_model(
+            backend,
+            cost_model=cost_model,
+            seconds_per_position=backend.seconds_per_position,  # as a loader would measure it
+        ),
         EngineSettings(**{"supervisor": TICK, **settings}),
         NoTelemetry(),
         time.monotonic,

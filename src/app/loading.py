@@ -4,6 +4,7 @@ import gc
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import TypeVar
 
 import attrs
 
@@ -12,6 +13,8 @@ from ..domain.errors import SelfTestError
 from ..domain.padding import GPU_PADDING, PaddingRule
 from ..domain.ports import InferenceBackend, Tokenizer
 from .service import ModelInfo, Tuning
+
+_Result = TypeVar("_Result")
 
 
 def _nothing() -> None:
@@ -23,6 +26,8 @@ class LoadedModel:
     """Everything the pool needs to serve: worker i uses backend i modulo their number.
 
     Whoever makes one has tested every backend. `padding`: which lengths may share a chunk.
+    `seconds_per_position`: of a short pass; without it a hang in the first chunk would go unnoticed
+    for long, because nobody knows how long a chunk should take.
     `rest`: called after a spell of work, lets go of what the next one can have again at once.
     """
 
@@ -32,6 +37,7 @@ class LoadedModel:
     cost_model: CostModel
     tuning: Tuning
     padding: PaddingRule = GPU_PADDING
+    seconds_per_position: float | None = None
     rest: Callable[[], None] = _nothing
 
 
@@ -46,23 +52,23 @@ class ProcessMemory:
     resident_bytes: Callable[[], int | None] = _nothing
 
 
-def run_self_test(test: Callable[[], None], limit_seconds: float) -> None:
-    """Run `test` in a thread of its own: an engine that hangs, or ends its thread, fails it.
+def run_self_test(test: Callable[[], _Result], limit_seconds: float) -> _Result:
+    """What `test` returns, run in a thread of its own: an engine that hangs, or ends it, fails.
 
     Raises:
         SelfTestError: `test` raised it, ended its thread, or took longer than `limit_seconds`.
     """
-    outcome: Future[None] = Future()
+    outcome: Future[_Result] = Future()
 
     def run() -> None:
         try:
-            outcome.set_result(test())  # type: ignore[func-returns-value]  # its end is its result
+            outcome.set_result(test())
         except BaseException as error:  # noqa: BLE001  whoever waits raises it
             outcome.set_exception(error)
 
     threading.Thread(target=run, name="self-test", daemon=True).start()
     try:
-        outcome.result(limit_seconds)
+        return outcome.result(limit_seconds)
     except TimeoutError:
         raise SelfTestError(
             f"the model did not answer its self-test within {limit_seconds:g} s, the limit of "

@@ -47,10 +47,17 @@ class Pace:
     seconds_per_token: float | None = attrs.field(default=None, init=False)
     passed: Passed = attrs.field(factory=Passed, init=False)
 
+    def assume(self, seconds_per_position: float | None) -> None:
+        """Expect this until a chunk has succeeded; None expects nothing."""
+        if self.seconds_per_token is None:
+            self.seconds_per_position = seconds_per_position
+
     def record(self, task: Task, seconds: float) -> None:
-        """Take one more chunk into account."""
+        """Take one more chunk into account; the first one replaces what was assumed."""
         seconds = max(seconds, 1e-6)  # clocks have a resolution
-        self.seconds_per_position = _moved(self.seconds_per_position, seconds / task.positions)
+        is_first = self.seconds_per_token is None
+        average = None if is_first else self.seconds_per_position
+        self.seconds_per_position = _moved(average, seconds / task.positions)
         self.seconds_per_token = _moved(self.seconds_per_token, seconds / task.tokens)
         self.passed = Passed(
             chunks=self.passed.chunks + 1,
@@ -74,7 +81,7 @@ class Pace:
         return max(int(TOP_UP_SECONDS / self.seconds_per_position), EFFICIENT_POSITIONS)
 
     def suspect_seconds(self, task: Task) -> float:
-        """From then on a chunk that has not ended may hang; never, until something was measured."""
+        """From then on a chunk that has not ended may hang; never, if nothing is known."""
         if self.seconds_per_position is None:
             return math.inf
         return max(_LEAST_SUSPECT_SECONDS, _SUSPICION * self._expected_seconds(task))

@@ -47,6 +47,7 @@ class WorkerPool:
         with self._changed:
             self._model = model
             self._queue.set_padding(model.padding)
+            self._queue.pace.assume(model.seconds_per_position)
             self._queue.trust_again()
             self._start_missing()
             self._changed.notify_all()

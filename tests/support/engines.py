@@ -14,7 +14,7 @@ from bge_m3_server.domain import CostModel, NoTelemetry
 from bge_m3_server.domain.testing import FakeBackend, FakeTokenizer
 
 
-def loaded_model(*backends, cost_model=None):
+def loaded_model(*backends, cost_model=None, seconds_per_position=None):
     """What a loader returns for `backends`, with a budget that packs about four short texts."""
     cost_model = cost_model or CostModel(1.0, 0.0, 20)
     return LoadedModel(
@@ -27,6 +27,7 @@ def loaded_model(*backends, cost_model=None):
         tokenizer=FakeTokenizer(),
         backends=backends,
         cost_model=cost_model,
+        seconds_per_position=seconds_per_position,
         tuning=Tuning(1.0, 0.0, cost_model.max_workspace_bytes, ProbeStatus.DISABLED),
     )
 

@@ -2,6 +2,7 @@
 
 import logging
 import platform
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -19,11 +20,12 @@ from ...adapters.tokenizer import load_tokenizer
 from ...domain.budget import Budget, conservative_coefficients, tightest_limit
 from ...domain.budget_override import Pins
 from ...domain.errors import EngineError, InferenceError, ProviderError, SelfTestError
-from ...domain.ports import GpuInfo, InferenceBackend, MemoryProbe
+from ...domain.ports import GpuInfo, InferenceBackend, MemoryProbe, Tokenizer
 from ...domain.self_test import self_test
 from ...domain.types import MemoryLimit, ModelContract, ProbeKey
 from ..config import MAX_SEQ_LENGTH_LIMIT, Config, ExecutionProvider, ModelVariant
 from ..loading import LoadedModel, run_self_test
+from ..metering import probe_batch
 from ..service import ModelInfo
 from ..tuning import Tuner
 from ..tuning_state import Situation
@@ -46,6 +48,8 @@ UNKNOWN_MEMORY = MemoryLimit(4 * 1024**3, "host_ram")
 """What is assumed where nothing tells how much memory there is."""
 
 FP16_BYTES, FP32_BYTES = 2, 4
+
+_PACE_TOKENS = 32
 
 
 def load_model(
@@ -89,9 +93,13 @@ def _load(
     tokenizer = load_tokenizer(files.tokenizer_path, _max_tokens(config, contract))
     # A model of another width can pass for BGE-M3 nowhere, so only this width is compared.
     is_bge_m3 = files.is_published and contract.hidden_size == BGE_M3_DIMENSIONS
-    for backend in backends:
-        test = partial(self_test, tokenizer, backend, is_bge_m3=is_bge_m3)
-        run_self_test(test, config.hang_timeout_seconds)
+    paces = [
+        run_self_test(
+            partial(_tested_pace, tokenizer, backend, is_bge_m3=is_bge_m3),
+            config.hang_timeout_seconds,
+        )
+        for backend in backends
+    ]
     # Only now: the tuner remembers the engine, and the first pass of some takes memory for good.
     situation = Situation(
         memory=memory,
@@ -123,8 +131,21 @@ def _load(
         cost_model=cost_model,
         tuning=tuning,
         padding=padding_rule(config, threads),
+        seconds_per_position=max(paces),
         rest=partial(_rest, backends, list(files.graph_path.parent.iterdir())),
     )
+
+
+def _tested_pace(tokenizer: Tokenizer, backend: InferenceBackend, *, is_bge_m3: bool) -> float:
+    """Run the self-test; returns seconds per position of a short pass after it.
+
+    Not of the self-test's own passes: in the first one some engines bring weights into their form.
+    """
+    self_test(tokenizer, backend, is_bge_m3=is_bge_m3)
+    batch = probe_batch(1, _PACE_TOKENS)
+    started = time.perf_counter()
+    backend.run(batch, backend.contract.outputs_for(backend.contract.heads))
+    return (time.perf_counter() - started) / batch.ids.size
 
 
 def _rest(backends: Sequence[InferenceBackend], mapped_files: Sequence[Path]) -> None:

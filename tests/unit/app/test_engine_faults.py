@@ -167,6 +167,27 @@ class Time:
         return self.now
 
 
+def test_a_hang_in_the_very_first_chunk_is_told():
+    """How long it should take is known from loading the model."""
+    time, backend = Time(), FaultBackend()
+    model = loaded_model(backend, cost_model=BATCHES, seconds_per_position=0.001)
+    engine = Engine(lambda: model, EngineSettings(supervisor=TICK), NoTelemetry(), time)
+
+    async def ask():
+        backend.next_faults.append(Fault.HANG)
+        hanging = asyncio.create_task(engine.embed(["hangs"], Heads.DENSE))
+        await until(lambda: engine.status().busy_workers)
+        time.now += 2.0
+        suspects = engine.status().suspect_workers
+        backend.released.set()
+        await hanging
+        return suspects
+
+    engine.load()
+    with stopping(engine):
+        assert asyncio.run(ask()) == 1
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_worker_that_hangs_is_told_before_it_is_given_up(workers):
     """Two seconds are enough to see it, though it gets a minute to end."""

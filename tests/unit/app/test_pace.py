@@ -59,6 +59,18 @@ def test_a_chunk_that_should_be_over_is_suspect_within_two_seconds():
     assert pace.suspect_seconds(task(limit // 10, 10)) <= 2.0
 
 
+def test_the_first_chunk_is_judged_by_what_loading_took():
+    """An assumed pace holds until a chunk has succeeded, and then counts no more."""
+    pace = Pace()
+    pace.assume(0.001)
+    assert pace.suspect_seconds(task(1, 10)) == 1.0
+    assert pace.position_limit(10**6, 1) == 512
+    pace.record(task(10, 100), 0.1)
+    assert pace.seconds_per_position == pytest.approx(1e-4)
+    pace.assume(5.0)
+    assert pace.seconds_per_position == pytest.approx(1e-4)
+
+
 def test_an_honest_long_chunk_is_not_suspect():
     """A text of 8192 tokens takes more than twice as long per token as those measured so far."""
     pace = pace_of(1000)
