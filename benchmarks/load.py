@@ -8,6 +8,7 @@ import sys
 import time
 
 import attrs
+import numpy as np
 from bge_m3_server.adapters.memory.rss import resident_bytes
 from bge_m3_server.domain import CostModel
 from bge_m3_server.domain.types import Heads
@@ -20,7 +21,17 @@ CHUNK_SECONDS = CHUNK_POSITIONS * SECONDS_PER_POSITION
 COST = CostModel(1.0, 0.0, CHUNK_POSITIONS)
 LENGTHS = (5, 8, 13, 21, 34, 55, 89)
 CLIENTS = 64
+WORKERS = 2
 BULK_TEXTS = 256
+
+
+P95_LIMIT_SECONDS = 2 * CHUNK_SECONDS + 0.05
+"""Of a query: the chunk that runs when it comes, and its own."""
+
+LEAST_SHARE = 0.95
+"""Of the engine's direct rate."""
+
+GROWTH_LIMIT_BYTES = 32 * 2**20
 
 
 @attrs.frozen
@@ -36,6 +47,35 @@ class LoadReport:
     direct_texts_per_second: float
     growth_bytes: int
 
+    @property
+    def p95_seconds(self) -> float:
+        """Within which 95 % of the queries are answered."""
+        return float(np.percentile(self.small.seconds, 95))
+
+    @property
+    def p95_calculated_seconds(self) -> float:
+        """The same by the time that both workers calculated: a busy machine does not stretch it."""
+        return float(np.percentile(self.small.calculated_seconds, 95)) / WORKERS
+
+    def problems(self) -> list[str]:
+        """What an operator could not accept, whatever the machine does meanwhile."""
+        found = []
+        for tally in (self.small, self.bulk):
+            if set(tally.answers) != {200}:
+                found.append(f"answers {dict(tally.answers)}")
+            if tally.wrong or tally.resets:
+                found.append(f"{tally.wrong} wrong answers, {tally.resets} resets")
+        if self.p95_calculated_seconds > P95_LIMIT_SECONDS:
+            found.append(f"p95 of {self.p95_calculated_seconds:.3f} s, calculated")
+        if self.served_texts_per_second < LEAST_SHARE * self.direct_texts_per_second:
+            found.append(
+                f"{self.served_texts_per_second:.0f} texts/s over HTTP, "
+                f"{self.direct_texts_per_second:.0f} without"
+            )
+        if self.growth_bytes > GROWTH_LIMIT_BYTES:
+            found.append(f"memory grew by {self.growth_bytes / 2**20:.0f} MiB")
+        return found
+
 
 def run(seconds: float) -> LoadReport:
     """Load the server, then measure the engine alone for a quarter of that time."""
@@ -46,8 +86,11 @@ def run(seconds: float) -> LoadReport:
 
         async def load() -> int:
             until = time.monotonic() + seconds
-            clients = [closed_loop(address, corpus, small, until) for _ in range(CLIENTS)]
-            bulky = closed_loop(address, corpus, bulk, until, BULK_TEXTS)
+            calculated = backend.calculated_seconds
+            clients = [
+                closed_loop(address, corpus, small, until, calculated) for _ in range(CLIENTS)
+            ]
+            bulky = closed_loop(address, corpus, bulk, until, calculated, BULK_TEXTS)
             everybody = asyncio.gather(*clients, bulky)
             await asyncio.sleep(seconds / 4)
             warm_bytes = resident_bytes() or 0
@@ -73,18 +116,23 @@ def run(seconds: float) -> LoadReport:
 
 
 def main() -> None:
-    """Print the figures."""
+    """Print the figures; exit code 1 when something is not acceptable."""
     report = run(float(sys.argv[1]) if len(sys.argv) > 1 else 600)
     print(f"small: {dict(report.small.answers)}, bulk: {dict(report.bulk.answers)}")
     print(f"wrong: {report.small.wrong + report.bulk.wrong}")
     print(f"resets: {report.small.resets + report.bulk.resets}")
-    print(f"one chunk: {CHUNK_SECONDS:.3f} s")
-    print(
-        f"one-text p50 {report.small.percentile(50):.3f} s, p95 {report.small.percentile(95):.3f} s"
-    )
-    print(f"growth of memory: {report.growth_bytes / 1024**2:.1f} MiB")
+    p50 = np.percentile(report.small.seconds, 50)
+    print(f"one chunk: {CHUNK_SECONDS:.3f} s, p95 may take {P95_LIMIT_SECONDS:.3f} s")
+    print(f"one-text p50 {p50:.3f} s, p95 {report.p95_seconds:.3f} s")
+    print(f"p95 by the time that was calculated: {report.p95_calculated_seconds:.3f} s")
+    print(f"growth of memory: {report.growth_bytes / 2**20:.1f} MiB")
     print(f"texts/s over HTTP: {report.served_texts_per_second:.0f}")
     print(f"texts/s of the engine alone: {report.direct_texts_per_second:.0f}")
+    problems = report.problems()
+    if report.p95_seconds > P95_LIMIT_SECONDS:
+        problems.append(f"p95 of {report.p95_seconds:.3f} s, if this machine did nothing else")
+    print("\n".join(problems) or "all as it must be")
+    sys.exit(bool(problems))
 
 
 if __name__ == "__main__":

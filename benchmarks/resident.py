@@ -9,13 +9,13 @@ mapped files, which the kernel may drop at any time. Also the CPU time that the 
 
 import argparse
 import json
-import os
 import time
 from pathlib import Path
 
 import httpx
 
 from benchmarks.performance.workloads import Spread, log_normal_lengths, text_maker
+from benchmarks.process_time import cpu_seconds
 from tests.support.server_process import running_server
 
 LIMITS_GB = {"cpu": 0.9, "openvino": 1.3}
@@ -69,9 +69,9 @@ def _measure(
                 f"{server.url}/v1/embeddings:both", json=body, timeout=600
             ).raise_for_status()
         time.sleep(2)
-        before = _cpu_seconds(server.process.pid)
+        before = cpu_seconds(server.process.pid)
         time.sleep(IDLE_SECONDS)
-        idle = (_cpu_seconds(server.process.pid) - before) / IDLE_SECONDS
+        idle = (cpu_seconds(server.process.pid) - before) / IDLE_SECONDS
         fields = {
             line.split(":")[0]: int(line.split()[1]) * 1024 / 1e9
             for line in Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
@@ -83,11 +83,6 @@ def _measure(
         "files_gb": fields["RssFile"],
         "idle_cpu": idle,
     }
-
-
-def _cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

@@ -122,12 +122,12 @@ def require_useful(budget: Budget, source: str, coefficients: Coefficients, max_
         f"    {_mib(budget.available_bytes)} available ({source})\n"
         f"  - {_mib(budget.model_bytes)} resident with the model loaded\n"
         f"  - {_mib(OS_HEADROOM_BYTES)} headroom\n"
-        f"  x {budget.safety_factor:g} safety factor / {budget.workers} workers\n"
+        f"  x {budget.safety_factor:g} safety factor / {_count(budget.workers, 'worker')}\n"
         f"  = {_mib(per_worker)} of workspace for each worker; {_mib(need_bytes)} are needed\n"
         "Ways out:\n"
         f"  1. give the process {_mib(least_bytes)} or more\n"
-        f"  2. {_fewer_workers(budget, need_bytes)}\n"
-        "  3. load a smaller model: BGE_M3_MODEL=int8 needs a quarter of fp32's memory"
+        f"  2. {_use_more(budget, need_bytes, least)}\n"
+        "  3. load a smaller model: BGE_M3_MODEL=w8 or int8 need a quarter of fp32's memory"
     )
 
 
@@ -172,14 +172,22 @@ def largest_batch(cost_model: CostModel, tokens: int, max_batch: int) -> int:
     return low
 
 
-def _fewer_workers(budget: Budget, need_bytes: int) -> str:
+def _use_more(budget: Budget, need_bytes: int, least_tokens: int) -> str:
     fitting = budget.workspace_bytes // need_bytes
     if 1 <= fitting < budget.workers:
         return f"share it between fewer workers: BGE_M3_WORKERS={fitting}"
-    return (
-        "use more of it: BGE_M3_WORKERS=1, and BGE_M3_MEMORY_SAFETY_FACTOR "
-        f"above {budget.safety_factor:g}"
-    )
+    settings = []
+    if budget.workers > 1:
+        settings.append("BGE_M3_WORKERS=1")
+    if budget.safety_factor < 1:
+        settings.append(f"BGE_M3_MEMORY_SAFETY_FACTOR above {budget.safety_factor:g}")
+    if settings:
+        return f"use more of it: {', and '.join(settings)}"
+    return f"accept only shorter texts: BGE_M3_MAX_SEQ_LENGTH below {least_tokens}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _mib(count_bytes: int) -> str:

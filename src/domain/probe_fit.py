@@ -129,6 +129,7 @@ def fit_workspace(
 ) -> Fit | FitRefusal:
     """Least squares, clamped to what a BERT can need, raised until it covers every peak.
 
+    Where most of every peak is what the engine needs for any pass, least squares is of the rest.
     The quadratic term is at least what the scatter of the longest texts can hide: texts that are
     longer still may be limited by it. Where only texts shorter than `TELLING_TOKENS` were measured,
     it is at least that of `conservative`.
@@ -136,11 +137,12 @@ def fit_workspace(
     solved = least_squares(peaks)
     if isinstance(solved, FitRefusal):
         return solved
-    clamped = Coefficients(
-        _clamp(solved.a_bytes_per_token, A_RANGE), _clamp(solved.b_bytes_per_token_sq, B_RANGE)
-    )
     x1, x2, measured = _columns(peaks)
+    clamped = _clamped(solved)
     estimated = _estimate(clamped, x1, x2)
+    if _r_squared(measured, estimated) < 0:
+        clamped = _with_fixed_part(clamped, peaks)
+        estimated = _estimate(clamped, x1, x2)
     r_squared = _r_squared(measured, estimated)
     if r_squared < 0:
         return FitRefusal(
@@ -219,6 +221,26 @@ def _covering(least: Coefficients, peaks: Sequence[ShapePeak]) -> Coefficients:
     )
 
 
+def _with_fixed_part(without: Coefficients, peaks: Sequence[ShapePeak]) -> Coefficients:
+    """Least squares of what short texts leave when what a token adds to them is taken off.
+
+    `without` again where short texts do not tell.
+    """
+    slope = _slope_of_short_texts(0.0, peaks)
+    if slope is None:
+        return without
+    smallest = min(peaks, key=lambda peak: peak.batch * peak.tokens)
+    fixed = smallest.peak_bytes - slope * smallest.batch * smallest.tokens
+    fixed = _clamp(fixed, (0.0, LARGEST_FIXED_BYTES))
+    rests = [
+        attrs.evolve(peak, peak_bytes=max(0, round(peak.peak_bytes - fixed))) for peak in peaks
+    ]
+    solved = least_squares(rests)
+    if isinstance(solved, FitRefusal):
+        return without
+    return attrs.evolve(_clamped(solved), fixed_bytes=fixed)
+
+
 def _slope_of_short_texts(b: float, peaks: Sequence[ShapePeak]) -> float | None:
     """What a token of short texts adds to a pass; None where too little was measured to tell.
 
@@ -254,6 +276,12 @@ def _estimate(coefficients: Coefficients, x1: _Column, x2: _Column) -> _Column:
         coefficients.a_bytes_per_token * x1
         + coefficients.b_bytes_per_token_sq * x2
         + coefficients.fixed_bytes
+    )
+
+
+def _clamped(solved: Coefficients) -> Coefficients:
+    return Coefficients(
+        _clamp(solved.a_bytes_per_token, A_RANGE), _clamp(solved.b_bytes_per_token_sq, B_RANGE)
     )
 
 

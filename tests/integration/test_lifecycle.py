@@ -173,7 +173,8 @@ def test_an_answer_under_way_says_that_its_connection_ends(preview):
         running_server({**preview, "BGE_M3_SHUTDOWN_GRACE_SECS": "60"}) as server,
         ThreadPoolExecutor() as threads,
     ):
-        waiting = threads.submit(post, server, "/v1/embeddings", LONG_WORK)
+        some_work = {"input": LONG_WORK["input"][:24]}
+        waiting = threads.submit(post, server, "/v1/embeddings", some_work)
         until(lambda: is_busy(server))
         server.process.send_signal(signal.SIGTERM)
         answer = waiting.result(timeout=120)

@@ -144,7 +144,7 @@ def test_impossible_memory_is_refused_with_the_arithmetic():
         "0.7 safety factor / 4 workers",
         "51 MiB of workspace for each worker; 96 MiB are needed",
         "BGE_M3_WORKERS=2",
-        "BGE_M3_MODEL=int8",
+        "BGE_M3_MODEL=w8 or int8",
     ):
         assert figure in message
     enough = int(message.partition("give the process ")[2].split()[0]) + 1
@@ -157,6 +157,26 @@ def test_a_model_larger_than_the_memory():
     """Fewer workers do not help where one is too many."""
     with pytest.raises(ConfigError, match="BGE_M3_WORKERS=1, and BGE_M3_MEMORY_SAFETY_FACTOR"):
         require_useful(budget(GIB, 2 * GIB), "host_ram", COEFFICIENTS, 8192)
+
+
+@pytest.mark.parametrize(
+    ("workers", "safety_factor", "way_out"),
+    [
+        (2, 0.7, "BGE_M3_WORKERS=1, and BGE_M3_MEMORY_SAFETY_FACTOR above 0.7"),
+        (2, 1.0, "BGE_M3_WORKERS=1"),
+        (1, 0.7, "use more of it: BGE_M3_MEMORY_SAFETY_FACTOR above 0.7"),
+        (1, 1.0, "accept only shorter texts: BGE_M3_MAX_SEQ_LENGTH below 512"),
+    ],
+)
+def test_no_way_out_is_one_already_taken(workers, safety_factor, way_out):
+    """Nobody is told to set what is set."""
+    shares = budget(GIB, 2 * GIB, workers=workers, safety_factor=safety_factor)
+    with pytest.raises(ConfigError) as refusal:
+        require_useful(shares, "host_ram", COEFFICIENTS, 8192)
+
+    lines = [line.strip() for line in str(refusal.value).splitlines()]
+    assert f"x {safety_factor:g} safety factor / {workers} worker{'s' * (workers > 1)}" in lines
+    assert next(line for line in lines if line.startswith("2. ")).endswith(way_out)
 
 
 def test_memory_for_short_texts_only():

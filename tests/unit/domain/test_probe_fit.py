@@ -60,6 +60,28 @@ def test_peaks_from_production():
     )
 
 
+def test_what_an_engine_needs_for_any_pass_is_no_reason_to_refuse():
+    """A small model on OpenVINO: of 36 to 103 MiB, 35 are needed whatever the pass."""
+    table = {
+        (1, 64): 35.8,
+        (4, 64): 39.5,
+        (1, 256): 41.5,
+        (1, 512): 46.6,
+        (8, 128): 54.5,
+        (4, 512): 70.9,
+        (8, 512): 102.6,
+    }
+    measured = peaks({shape: size * MIB for shape, size in table.items()})
+    fit = fit_workspace(measured)
+
+    assert isinstance(fit, Fit)
+    assert fit.quality.r_squared > 0.98
+    assert fit.quality.margin < 1.5
+    assert 25 * MIB < fit.coefficients.fixed_bytes < 45 * MIB
+    for peak in measured:
+        assert fit.coefficients.cost_bytes(peak.batch, peak.tokens) >= peak.peak_bytes
+
+
 def test_a_linear_term_below_the_range_is_raised():
     """Four peaks of short texts give a = 1592, less than any BERT needs."""
     measured = peaks({(1, 64): 8e6, (1, 512): 1e8, (4, 64): 3e7, (4, 256): 8e7})
