@@ -16,7 +16,7 @@ from ..domain.probe_fit import Coefficients, Fit, FitQuality, is_plausible
 from ..domain.types import ProbeKey
 
 FILE_NAME = "probe-coefficients.json"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 _READ_BYTES = 1 << 20
 

@@ -76,7 +76,7 @@ def test_every_condition_counts(store, field):
     "content",
     [
         *(b"", b"{", b"null", b"[]", b"\xff\xfe", b"{}"),
-        *(b'{"schema_version": 2}', b'{"schema_version": 99}'),
+        *(b'{"schema_version": 3}', b'{"schema_version": 99}'),
         b"[" * 200_000,
     ],
 )
