@@ -1,5 +1,6 @@
 """The model that is served: as it was fetched, or in its prepared form."""
 
+import gc
 import logging
 import platform
 import sys
@@ -102,8 +103,9 @@ def served_model(config: Config, engine: Engine, threads: int) -> ServedModel:
             raise
         logger.warning("the model is served as it is: %s", error)
         return ServedModel(files, read_heads(files))
-    finally:
-        trim_heap()  # else what preparing took would count as the model's
+    finally:  # else what preparing took would count as the model's
+        gc.collect()
+        trim_heap()
     return ServedModel(prepared, HeadProjections())
 
 
