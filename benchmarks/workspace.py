@@ -81,7 +81,7 @@ def main() -> None:
     print(f"{result.outcome.value}: {result.reason}")
     for skipped in result.skipped:
         print(f"skipped {skipped.shape}: {skipped.reason}")
-    fit = fit_workspace(result.peaks, conservative)
+    fit = fit_workspace(result.peaks, conservative, arguments.max_tokens)
     if isinstance(fit, FitRefusal):
         sys.exit(fit.reason)
     print(f"{fit.coefficients}\n{fit.quality}\nconservative: {conservative}")

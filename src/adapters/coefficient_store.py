@@ -103,11 +103,13 @@ def _fit(record: Mapping[str, Any]) -> Fit | None:
     try:
         coefficients = Coefficients(**record["coefficients"])
         quality = FitQuality(**record["quality"])
+        limit = record["limited_to_bytes"]
     except (KeyError, TypeError):
         return None
     figures = [*attrs.astuple(coefficients), *attrs.astuple(quality)]
+    figures += [] if limit is None else [limit]
     if any(isinstance(figure, bool) or not isinstance(figure, int | float) for figure in figures):
         return None
     if not all(map(math.isfinite, figures)):
         return None
-    return Fit(coefficients, quality) if is_plausible(coefficients) else None
+    return Fit(coefficients, quality, limit) if is_plausible(coefficients) else None

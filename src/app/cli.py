@@ -20,7 +20,8 @@ from .config import Config, ModelVariant, load_config
 from .container import build_container
 from .loading import LoadedModel
 from .probe_report import probe_report
-from .server import EXIT_BAD_CONFIGURATION, local_host, serve
+from .server import EXIT_BAD_CONFIGURATION, PROBE_STOP_SECONDS, local_host, serve
+from .tuning import Tuner
 
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
@@ -138,6 +139,8 @@ def _picture(raw: str) -> Path:
     path = Path(raw)
     if path.suffix not in PICTURE_SUFFIXES:
         raise argparse.ArgumentTypeError(f"expected a file that ends in .png or .svg, got {raw!r}")
+    if not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path.parent} is no directory that can be written")
     return path
 
 
@@ -146,12 +149,18 @@ def _probe(config: Config, parsed: argparse.Namespace) -> int:
     container = build_container(config)
     container.set_up_logging()
     model: LoadedModel = container.load_model()
-    measured = container.tuner().measure()
+    tuner: Tuner = container.tuner()
+    try:
+        measured = tuner.measure()
+    except KeyboardInterrupt:
+        if not tuner.stop(PROBE_STOP_SECONDS):
+            os._exit(EXIT_INTERRUPTED)  # a pass cannot be interrupted, and ends badly if it is left
+        raise
     if measured.probe is None:
         print(f"nothing was measured: {measured.reason}", file=sys.stderr)
         return EXIT_FAILURE
     conservative = conservative_coefficients(model.backends[0].contract)
-    fit = fit_workspace(measured.probe.peaks, conservative)
+    fit = fit_workspace(measured.probe.peaks, conservative, model.info.max_tokens)
     print(
         probe_report(
             measured.probe, fit, measured.cost_model, model.info.max_tokens, config.max_batch

@@ -175,6 +175,10 @@ class ProbeMeter:
         self._trim()
         self._loaded = self.meter.memory.resident()
 
+    def rest(self) -> None:
+        """Give back what the last pass left."""
+        self._trim()
+
     def alone(self) -> contextlib.AbstractContextManager[bool]:
         """Hold other work back; False if what was running did not end soon enough."""
         return self.meter.alone()

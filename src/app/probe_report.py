@@ -75,7 +75,7 @@ def _fit(fit: Fit | FitRefusal) -> Iterator[str]:
 
 
 def _batches(cost_model: CostModel, max_tokens: int, max_batch: int) -> Iterator[str]:
-    yield f"{'tokens':>6} {'largest batch':>14}"
+    yield f"{'tokens':>6} {'largest batch':>14} (of {max_batch} texts that a request may have)"
     lengths = [length for length in LENGTHS if length < max_tokens]
     for tokens in (*lengths, max_tokens):
         batch = largest_batch(cost_model, tokens, max_batch)

@@ -32,8 +32,8 @@ EXCESS_RATIO = 1.2
 """A pass that needs this much more than estimated shows that the cost model is too low."""
 
 LARGEST_RAISE = 2.0
-"""Of one pass: what others did at the same time counts as well. A model that is worse is raised
-again by the next pass."""
+"""Of what was measured or assumed at first, by all passes together: what else the process did at
+the same time counts as well, such as reading the texts of a request."""
 
 EXCESS_BYTES = 32 * 1024**2
 """Smaller excesses are noise of the allocator and of what else the process does."""
@@ -54,6 +54,7 @@ class Tuner:
         self._situation: Situation | None = None
         self._state: TuningState | None = None
         self._probe_meter: ProbeMeter | None = None
+        self._is_serving = True
 
     def prepare(
         self, situation: Situation, backend: InferenceBackend
@@ -124,7 +125,11 @@ class Tuner:
             )
 
     def measure(self) -> TuningDetail:
-        """Measure now, if `prepare` left anything to measure, and wait for the outcome."""
+        """Measure now, if `prepare` left anything to measure, and wait for the outcome.
+
+        Nothing is served meanwhile, so a pass may have a worker's whole share.
+        """
+        self._is_serving = False
         self.start(lambda *_: None)
         if self._thread is not None:
             self._thread.join()
@@ -141,14 +146,14 @@ class Tuner:
             estimated = state.coefficients.cost_bytes(batch, tokens)
             if measured_bytes <= max(estimated * EXCESS_RATIO, estimated + EXCESS_BYTES):
                 return
-            is_pinned = state.status is ProbeStatus.DISABLED
-            coefficients = (
-                state.coefficients
-                if is_pinned
-                else state.coefficients.scaled(min(measured_bytes / estimated, LARGEST_RAISE))
-            )
+            raised = 1.0
+            if state.status is not ProbeStatus.DISABLED:
+                raised = min(measured_bytes / estimated, LARGEST_RAISE / state.raised)
             self._state = attrs.evolve(
-                state, coefficients=coefficients, excess_passes=state.excess_passes + 1
+                state,
+                coefficients=state.coefficients.scaled(raised),
+                raised=state.raised * raised,
+                excess_passes=state.excess_passes + 1,
             )
             logger.warning(
                 "a forward pass needed more memory than estimated",
@@ -158,11 +163,10 @@ class Tuner:
                         "max_seq": tokens,
                         "estimated_bytes": round(estimated),
                         "measured_bytes": measured_bytes,
-                        "raises_cost_model": not is_pinned,
+                        "raises_cost_model_by": round(raised, 2),
                     }
                 },
             )
-            self._remember()
         self._announce()
 
     def _run(self) -> None:
@@ -179,7 +183,8 @@ class Tuner:
             result = attrs.evolve(
                 result, outcome=ProbeOutcome.CANCELLED, reason="cancelled by shutdown"
             )
-        fit = fit_workspace(result.peaks, situation.conservative)
+        meter.rest()
+        fit = fit_workspace(result.peaks, situation.conservative, situation.max_tokens)
         self._conclude(situation, result, fit)
         self._announce()
 
@@ -191,7 +196,9 @@ class Tuner:
             conservative,
             ProbeLimits(
                 memory_bytes=situation.memory.limit_bytes,
-                workspace_bytes=budget.workspace_bytes // (budget.workers + 1),
+                workspace_bytes=budget.probe_workspace_bytes
+                if self._is_serving
+                else budget.workspace_bytes_per_worker,
             ),
             self._clock,
             self._cancelled.is_set,
@@ -223,12 +230,13 @@ class Tuner:
                 reason=result.reason,
                 quality=fit.quality,
                 probe=result,
+                raised=1.0,
             )
             logger.info(
                 "probe complete",
                 extra={"fields": attrs.asdict(fit.coefficients) | attrs.asdict(fit.quality)},
             )
-            self._remember()
+            self._remember(fit, result, situation)
 
     def _give_up_probe(self, result: ProbeResult, reason: str, share: int) -> None:
         if self._state is not None:
@@ -240,14 +248,13 @@ class Tuner:
                 probe=result,
             )
 
-    def _remember(self) -> None:
-        """Keep what was measured, with what was learnt since; the next start may be quieter."""
-        state, situation = self._state, self._situation
-        if state is None or situation is None or state.quality is None:
+    def _remember(self, fit: Fit, result: ProbeResult, situation: Situation) -> None:
+        """Keep what was measured; where work disturbed it, the next start may be quieter."""
+        if result.was_disturbed:
             return
-        if state.probe is not None and state.probe.was_disturbed:
-            return
-        problem = self._store.save(situation.key, Fit(state.coefficients, state.quality))
+        if result.was_limited:
+            fit = attrs.evolve(fit, limited_to_bytes=situation.budget.probe_workspace_bytes)
+        problem = self._store.save(situation.key, fit)
         if problem:
             logger.warning("coefficients are not remembered", extra={"fields": {"reason": problem}})
 

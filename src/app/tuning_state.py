@@ -1,12 +1,13 @@
 """What is known of the cost model at a moment, and the account that is given of it."""
 
 import logging
+import math
 from collections.abc import Callable
 
 import attrs
 
 from ..domain.budget import Budget, is_useful, longest_text, require_useful
-from ..domain.budget_override import Pins, resolve
+from ..domain.budget_override import Override, Pins, resolve
 from ..domain.cost_model import CostModel
 from ..domain.ports import CoefficientStore, PeakMemory
 from ..domain.probe import ProbeResult
@@ -18,6 +19,12 @@ logger = logging.getLogger(__name__)
 
 MEASURABLE_SOURCES = frozenset({"conservative", "probe", "cache"})
 """All others are settings, and what they pin is obeyed."""
+
+
+EIGHT_BIT_PRECISIONS = frozenset({"w8", "int8"})
+
+MUCH_MORE_ROOM = 1.25
+"""So many times the room that limited a probe is worth another one."""
 
 
 @attrs.frozen(kw_only=True)
@@ -60,7 +67,10 @@ class TuningDetail:
 
 @attrs.frozen
 class TuningState:
-    """Coefficients, the ceiling of one forward pass, and where both come from."""
+    """Coefficients, the ceiling of one forward pass, and where both come from.
+
+    `raised`: so many times what was measured or assumed, because passes needed more.
+    """
 
     coefficients: Coefficients
     ceiling_bytes: int
@@ -70,15 +80,32 @@ class TuningState:
     quality: FitQuality | None = None
     probe: ProbeResult | None = None
     excess_passes: int = 0
+    raised: float = 1.0
 
     @property
     def cost_model(self) -> CostModel:
         """What chunks are packed with."""
         return self.coefficients.cost_model(self.ceiling_bytes)
 
-    def total_bytes(self, workers: int) -> int | None:
-        """Workspace of all workers together; None where the ceiling is pinned."""
-        return self.ceiling_bytes * workers if self.source in MEASURABLE_SOURCES else None
+    def total_bytes(self, situation: Situation) -> int | None:
+        """Workspace of all workers together; None on a GPU, whose memory nobody knows.
+
+        A pinned ceiling says how much goes into a pass, not how much memory there is.
+        """
+        total_bytes = self.ceiling_bytes * situation.budget.workers
+        if self.source in MEASURABLE_SOURCES:
+            return total_bytes
+        return None if situation.pins.is_gpu else max(total_bytes, situation.budget.workspace_bytes)
+
+    def worst_case_workspace_bytes(self, situation: Situation) -> int:
+        """The most that passes may take at the same time: all workers', or one text's alone.
+
+        A probe has a share like a worker's.
+        """
+        longest = self.coefficients.cost_bytes(1, longest_text_tokens(self, situation))
+        probe_bytes = self.ceiling_bytes if self.status is ProbeStatus.RUNNING else 0
+        workers_bytes = self.ceiling_bytes * situation.budget.workers
+        return max(workers_bytes, math.floor(longest)) + probe_bytes
 
 
 def first_state(situation: Situation, store: CoefficientStore) -> TuningState:
@@ -94,7 +121,7 @@ def first_state(situation: Situation, store: CoefficientStore) -> TuningState:
         logger.warning(warning)
     if resolution.override:
         pinned = resolution.override.cost_model
-        _warn_about_pins(situation, pinned)
+        _tell_of_pins(situation, resolution.override)
         return TuningState(
             Coefficients(pinned.a_bytes_per_token, pinned.b_bytes_per_token_sq),
             pinned.max_workspace_bytes,
@@ -102,10 +129,16 @@ def first_state(situation: Situation, store: CoefficientStore) -> TuningState:
             resolution.override.source,
             f"pinned by {resolution.override.source}",
         )
-    require_useful(situation.budget, situation.memory.source, conservative, situation.max_tokens)
+    require_useful(
+        situation.budget,
+        situation.memory.source,
+        conservative,
+        situation.max_tokens,
+        is_8_bit=situation.key.precision in EIGHT_BIT_PRECISIONS,
+    )
     known = store.load(situation.key) if situation.use_cache else "a fresh probe is wanted"
-    if isinstance(known, Fit) and not is_useful(known.coefficients, share, situation.max_tokens):
-        known = "by the remembered figures hardly any text would fit"
+    if isinstance(known, Fit):
+        known = _doubt(known, situation) or known
     if isinstance(known, Fit):
         logger.info("probe cache hit, nothing is measured")
         return TuningState(
@@ -122,20 +155,35 @@ def first_state(situation: Situation, store: CoefficientStore) -> TuningState:
             conservative, share, ProbeStatus.DISABLED, "conservative", situation.peaks
         )
     # The probe takes a share of its own, so the workers' shares are smaller until it ends.
-    workers = situation.budget.workers
     return TuningState(
         conservative,
-        situation.budget.workspace_bytes // (workers + 1),
+        situation.budget.probe_workspace_bytes,
         ProbeStatus.RUNNING,
         "conservative",
         "the probe has not ended",
     )
 
 
+def _doubt(known: Fit, situation: Situation) -> str | None:
+    """Why a fit is not good enough here."""
+    budget = situation.budget
+    share = budget.workspace_bytes_per_worker
+    if not is_useful(known.coefficients, share, situation.max_tokens):
+        return "by the remembered figures hardly any text would fit"
+    limit, room = known.limited_to_bytes, budget.probe_workspace_bytes
+    if limit is not None and room > limit * MUCH_MORE_ROOM:
+        return (
+            f"it was measured with {limit / 2**20:.0f} MiB for a pass, where there are now "
+            f"{room / 2**20:.0f}"
+        )
+    return None
+
+
 def account(state: TuningState, situation: Situation) -> Tuning:
     """The tuning block of `/health`."""
     cost_model, budget, quality = state.cost_model, situation.budget, state.quality
     is_gpu = situation.pins.is_gpu
+    worst = state.worst_case_workspace_bytes(situation)
     return Tuning(
         a_bytes_per_token=cost_model.a_bytes_per_token,
         b_bytes_per_token_sq=cost_model.b_bytes_per_token_sq,
@@ -145,13 +193,9 @@ def account(state: TuningState, situation: Situation) -> Tuning:
         memory_source=situation.memory.source,
         available_bytes=budget.available_bytes,
         model_rss_bytes_per_worker=budget.model_bytes_per_worker,
-        worst_case_peak_bytes=None
-        if is_gpu
-        else budget.worst_case_peak_bytes(cost_model.max_workspace_bytes),
-        utilization_pct=None
-        if is_gpu
-        else round(budget.utilization_pct(cost_model.max_workspace_bytes), 2),
-        total_workspace_bytes=state.total_bytes(budget.workers),
+        worst_case_peak_bytes=None if is_gpu else budget.worst_case_peak_bytes(worst),
+        utilization_pct=None if is_gpu else round(budget.utilization_pct(worst), 2),
+        total_workspace_bytes=state.total_bytes(situation),
         coefficients_source=state.source,
         reason=state.reason,
         longest_text_tokens=longest_text_tokens(state, situation),
@@ -164,16 +208,18 @@ def account(state: TuningState, situation: Situation) -> Tuning:
 
 def longest_text_tokens(state: TuningState, situation: Situation) -> int:
     """Tokens of the longest text that is not refused."""
-    total_bytes = state.total_bytes(situation.budget.workers)
+    total_bytes = state.total_bytes(situation)
     if total_bytes is None:
         return situation.max_tokens
     return longest_text(state.coefficients.cost_model(total_bytes), situation.max_tokens)
 
 
-def _warn_about_pins(situation: Situation, pinned: CostModel) -> None:
-    share = situation.budget.workspace_bytes_per_worker
+def _tell_of_pins(situation: Situation, override: Override) -> None:
+    pinned, share = override.cost_model, situation.budget.workspace_bytes_per_worker
+    fields = {"by": override.source, "pinned_bytes": pinned.max_workspace_bytes}
+    logger.info("the cost model is pinned, nothing is measured", extra={"fields": fields})
     if not situation.pins.is_gpu and pinned.max_workspace_bytes > share:
         logger.warning(
             "the pinned workspace is larger than this memory has room for",
-            extra={"fields": {"pinned_bytes": pinned.max_workspace_bytes, "room_bytes": share}},
+            extra={"fields": {**fields, "room_bytes": share}},
         )

@@ -18,6 +18,12 @@ OS_HEADROOM_BYTES = 256 * 1024**2
 LEAST_USEFUL_TOKENS = 512
 """A server that cannot embed one text of this length is refused at start."""
 
+RESIDENT_SCATTER_BYTES = 16 * 1024**2
+"""By so much the same model's resident memory differs from one start to the next."""
+
+SHORT_TEXT_TOKENS = 16
+"""A server for nothing but shorter texts is no way out."""
+
 SMALL_MODEL_FACTOR = 7.0
 """How many times its conservative activations a model narrower than BGE-M3 may hold.
 
@@ -68,37 +74,46 @@ class Budget:
     safety_factor: float
 
     @property
+    def free_bytes(self) -> int:
+        """What the model and the headroom leave."""
+        return max(0, self.available_bytes - self.model_bytes - OS_HEADROOM_BYTES)
+
+    @property
     def workspace_bytes(self) -> int:
         """For all forward passes that run at the same time."""
-        free_bytes = self.available_bytes - self.model_bytes - OS_HEADROOM_BYTES
-        return math.floor(max(0, free_bytes) * self.safety_factor)
+        return math.floor(self.free_bytes * self.safety_factor)
 
     @property
     def workspace_bytes_per_worker(self) -> int:
         """For one forward pass."""
-        free_bytes = self.available_bytes - self.model_bytes - OS_HEADROOM_BYTES
-        return math.floor(max(0, free_bytes) * self.safety_factor / self.workers)
+        return math.floor(self.free_bytes * self.safety_factor / self.workers)
 
     @property
     def model_bytes_per_worker(self) -> int:
         """The model's share of each worker: together they are what is really resident."""
         return self.model_bytes // self.workers
 
-    def worst_case_peak_bytes(self, max_workspace_bytes: int | None = None) -> int:
-        """Every worker at its ceiling; `max_workspace_bytes` is one that somebody else chose."""
-        per_worker = (
-            self.workspace_bytes_per_worker if max_workspace_bytes is None else max_workspace_bytes
-        )
-        return self.workers * per_worker + self.model_bytes + OS_HEADROOM_BYTES
+    @property
+    def probe_workspace_bytes(self) -> int:
+        """For one forward pass while the probe has a share like a worker's."""
+        return self.workspace_bytes // (self.workers + 1)
 
-    def utilization_pct(self, max_workspace_bytes: int | None = None) -> float:
+    def worst_case_peak_bytes(self, workspace_bytes: int | None = None) -> int:
+        """Every worker at its ceiling, or `workspace_bytes` in all where others are allowed."""
+        if workspace_bytes is None:
+            workspace_bytes = self.workers * self.workspace_bytes_per_worker
+        return workspace_bytes + self.model_bytes + OS_HEADROOM_BYTES
+
+    def utilization_pct(self, workspace_bytes: int | None = None) -> float:
         """The worst case as a share of what is available."""
         if not self.available_bytes:
             return 0.0
-        return 100 * self.worst_case_peak_bytes(max_workspace_bytes) / self.available_bytes
+        return 100 * self.worst_case_peak_bytes(workspace_bytes) / self.available_bytes
 
 
-def require_useful(budget: Budget, source: str, coefficients: Coefficients, max_tokens: int) -> int:
+def require_useful(
+    budget: Budget, source: str, coefficients: Coefficients, max_tokens: int, *, is_8_bit: bool
+) -> int:
     """The longest text that fits; at least one of 512 tokens (or `max_tokens`) must.
 
     Args:
@@ -106,6 +121,7 @@ def require_useful(budget: Budget, source: str, coefficients: Coefficients, max_
         source: who says how much memory there is.
         coefficients: what a text costs.
         max_tokens: the longest text that is accepted at all.
+        is_8_bit: the model cannot be had any smaller.
 
     Raises:
         ConfigError: shows the arithmetic and three ways out.
@@ -115,8 +131,20 @@ def require_useful(budget: Budget, source: str, coefficients: Coefficients, max_
         return longest_text(coefficients.cost_model(per_worker), max_tokens)
     least = min(LEAST_USEFUL_TOKENS, max_tokens)
     need_bytes = math.ceil(coefficients.cost_bytes(1, least))
-    least_bytes = budget.model_bytes + OS_HEADROOM_BYTES
-    least_bytes += math.ceil(need_bytes * budget.workers / budget.safety_factor)
+    ways = [
+        way
+        for way in (
+            _more_memory(budget, need_bytes),
+            _fewer_workers(budget, need_bytes) or _larger_share(budget, need_bytes),
+            None
+            if is_8_bit
+            else "load a smaller model: BGE_M3_MODEL=w8 or int8 need a quarter of fp32's memory",
+            _shorter_texts(budget, coefficients, least),
+            f"where {source} tells too little, say what there is: BGE_M3_AVAILABLE_MEMORY_BYTES",
+            "end other processes that use this memory",
+        )
+        if way
+    ]
     raise ConfigError(
         f"memory does not suffice for one text of {least} tokens per worker:\n"
         f"    {_mib(budget.available_bytes)} available ({source})\n"
@@ -124,10 +152,7 @@ def require_useful(budget: Budget, source: str, coefficients: Coefficients, max_
         f"  - {_mib(OS_HEADROOM_BYTES)} headroom\n"
         f"  x {budget.safety_factor:g} safety factor / {_count(budget.workers, 'worker')}\n"
         f"  = {_mib(per_worker)} of workspace for each worker; {_mib(need_bytes)} are needed\n"
-        "Ways out:\n"
-        f"  1. give the process {_mib(least_bytes)} or more\n"
-        f"  2. {_use_more(budget, need_bytes, least)}\n"
-        "  3. load a smaller model: BGE_M3_MODEL=w8 or int8 need a quarter of fp32's memory"
+        "Ways out:\n" + "\n".join(f"  {number}. {way}" for number, way in enumerate(ways[:3], 1))
     )
 
 
@@ -172,18 +197,36 @@ def largest_batch(cost_model: CostModel, tokens: int, max_batch: int) -> int:
     return low
 
 
-def _use_more(budget: Budget, need_bytes: int, least_tokens: int) -> str:
+def _more_memory(budget: Budget, need_bytes: int) -> str:
+    least_bytes = budget.model_bytes + OS_HEADROOM_BYTES + RESIDENT_SCATTER_BYTES
+    least_bytes += math.ceil(need_bytes * budget.workers / budget.safety_factor)
+    return f"give the process {math.ceil(least_bytes / 2**20)} MiB or more"
+
+
+def _fewer_workers(budget: Budget, need_bytes: int) -> str | None:
     fitting = budget.workspace_bytes // need_bytes
     if 1 <= fitting < budget.workers:
         return f"share it between fewer workers: BGE_M3_WORKERS={fitting}"
-    settings = []
-    if budget.workers > 1:
-        settings.append("BGE_M3_WORKERS=1")
-    if budget.safety_factor < 1:
-        settings.append(f"BGE_M3_MEMORY_SAFETY_FACTOR above {budget.safety_factor:g}")
-    if settings:
-        return f"use more of it: {', and '.join(settings)}"
-    return f"accept only shorter texts: BGE_M3_MAX_SEQ_LENGTH below {least_tokens}"
+    return None
+
+
+def _larger_share(budget: Budget, need_bytes: int) -> str | None:
+    """The least safety factor with which one worker would do."""
+    free_bytes = budget.free_bytes - RESIDENT_SCATTER_BYTES
+    if free_bytes < need_bytes:
+        return None
+    factor = math.ceil(100 * need_bytes / free_bytes) / 100
+    settings = ["BGE_M3_WORKERS=1"] * (budget.workers > 1)
+    if factor > budget.safety_factor:
+        settings.append(f"BGE_M3_MEMORY_SAFETY_FACTOR={factor:g}")
+    return f"use more of it: {', and '.join(settings)}" if settings else None
+
+
+def _shorter_texts(budget: Budget, coefficients: Coefficients, least: int) -> str | None:
+    fitting = longest_text(coefficients.cost_model(budget.workspace_bytes_per_worker), least)
+    if fitting < SHORT_TEXT_TOKENS:
+        return None
+    return f"accept only shorter texts: BGE_M3_MAX_SEQ_LENGTH={fitting}"
 
 
 def _count(number: int, noun: str) -> str:

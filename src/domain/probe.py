@@ -76,10 +76,11 @@ BUSY_REASON = "other work ran all the time"
 
 @attrs.frozen
 class SkippedShape:
-    """A shape that was not measured, and why."""
+    """A shape that was not measured, and why; `is_for_memory`: with more of it, it would be."""
 
     shape: Shape
     reason: str
+    is_for_memory: bool = False
 
 
 @attrs.frozen
@@ -90,6 +91,11 @@ class ProbeResult:
     skipped: tuple[SkippedShape, ...]
     outcome: ProbeOutcome
     reason: str
+
+    @property
+    def was_limited(self) -> bool:
+        """Whether more memory would have shown more."""
+        return any(skipped.is_for_memory for skipped in self.skipped)
 
     @property
     def was_disturbed(self) -> bool:
@@ -162,9 +168,11 @@ class Probe:
 
     def _probe(self, shape: Shape, deadline: float) -> tuple[ProbeOutcome, str] | None:
         """Measure or skip one shape; the result says that the probe is over."""
-        too_large = self._too_large(shape)
-        if too_large:
-            self._skipped.append(SkippedShape(shape, too_large))
+        if too_large := self._too_large(shape):
+            self._skipped.append(SkippedShape(shape, too_large, is_for_memory=True))
+            return None
+        if too_long := self._too_long(shape):
+            self._skipped.append(SkippedShape(shape, too_long))
             return None
         began, seconds, tries = self.clock(), self._seconds(shape), 0
         readings: list[ShapePeak] = []
@@ -223,7 +231,7 @@ class Probe:
         return readings
 
     def _too_large(self, shape: Shape) -> str | None:
-        """Why a shape must not run; None if it may."""
+        """What memory a shape may lack; None if it has enough."""
         limits = self.limits
         need_bytes = self._need_bytes(shape)
         if need_bytes > limits.workspace_bytes:
@@ -237,10 +245,13 @@ class Probe:
                 f"may need {_mib(need_bytes)} beside the {_mib(resident_bytes)} in use, "
                 f"the limit is {_mib(limits.memory_bytes)}"
             )
-        seconds = self._seconds(shape)
-        if seconds > limits.shape_seconds:
-            return f"may take {seconds:.0f} s, one pass may take {limits.shape_seconds:.0f} s"
         return None
+
+    def _too_long(self, shape: Shape) -> str | None:
+        seconds, most = self._seconds(shape), self.limits.shape_seconds
+        if seconds <= most:
+            return None
+        return f"may take {seconds:.0f} s, one pass may take {most:.0f} s"
 
     def _need_bytes(self, shape: Shape) -> float:
         bounds = [peak.peak_bytes * growth(peak, shape) for peak in self._peaks if peak.peak_bytes]

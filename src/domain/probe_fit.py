@@ -35,8 +35,8 @@ SCATTER = 0.05
 UNSEEN_SHAPE_MARGIN = 1.10
 """What shapes that were not probed get on top, for the scatter of both."""
 
-TELLING_TOKENS = 512
-"""Texts shorter than this need next to nothing for attention, so that they do not tell b."""
+SHORT_TEXT_TOKENS = 512
+"""Texts shorter than this need next to nothing for attention: they tell a."""
 
 _Column = NDArray[np.float64]
 
@@ -111,10 +111,14 @@ class FitQuality:
 
 @attrs.frozen
 class Fit:
-    """Coefficients to pack with: margin included, every probed shape covered."""
+    """Coefficients to pack with: margin included, every probed shape covered.
+
+    `limited_to_bytes`: the workspace that kept larger shapes from being measured; None if none did.
+    """
 
     coefficients: Coefficients
     quality: FitQuality
+    limited_to_bytes: int | None = None
 
 
 @attrs.frozen
@@ -125,14 +129,16 @@ class FitRefusal:
 
 
 def fit_workspace(
-    peaks: Sequence[ShapePeak], conservative: Coefficients | None = None
+    peaks: Sequence[ShapePeak],
+    conservative: Coefficients | None = None,
+    max_tokens: int = 0,
 ) -> Fit | FitRefusal:
     """Least squares, clamped to what a BERT can need, raised until it covers every peak.
 
     Where most of every peak is what the engine needs for any pass, least squares is of the rest.
     The quadratic term is at least what the scatter of the longest texts can hide: texts that are
-    longer still may be limited by it. Where only texts shorter than `TELLING_TOKENS` were measured,
-    it is at least that of `conservative`.
+    longer still may be limited by it. Where texts of up to `max_tokens` are accepted and so long
+    ones were not measured, all of the longest peak may have been attention, up to `conservative`.
     """
     solved = least_squares(peaks)
     if isinstance(solved, FitRefusal):
@@ -150,10 +156,14 @@ def fit_workspace(
             "memory meanwhile"
         )
     least_b = _hidden_quadratic(clamped, peaks)
-    if conservative and all(peak.tokens < TELLING_TOKENS for peak in peaks):
-        least_b = max(least_b, conservative.b_bytes_per_token_sq)
+    longest = max(peaks, key=lambda peak: peak.tokens)
+    is_told = longest.tokens >= max_tokens
+    if conservative and not is_told:
+        all_of_it = longest.peak_bytes / (longest.batch * longest.tokens**2)
+        least_b = max(least_b, min(all_of_it, conservative.b_bytes_per_token_sq))
     least = Coefficients(clamped.a_bytes_per_token, least_b)
-    covering = _covering(least, peaks).scaled(UNSEEN_SHAPE_MARGIN)
+    covering = _covering(least, peaks, raises=_RAISES if is_told else 1)
+    covering = covering.scaled(UNSEEN_SHAPE_MARGIN)
     return Fit(
         covering,
         FitQuality(
@@ -195,8 +205,10 @@ def is_plausible(coefficients: Coefficients) -> bool:
     )
 
 
-def _covering(least: Coefficients, peaks: Sequence[ShapePeak]) -> Coefficients:
+def _covering(least: Coefficients, peaks: Sequence[ShapePeak], raises: int) -> Coefficients:
     """The raise of `least` that covers every peak and exceeds none by more than it must.
+
+    `raises`: values of b to try, from that of `least` upwards; with one, a bears the raise.
 
     Passes peak either in the feed-forward part or in attention, so their sum is too low for some
     shapes; and some engines need a few MiB for a pass of any size, which no token should bear.
@@ -212,7 +224,7 @@ def _covering(least: Coefficients, peaks: Sequence[ShapePeak]) -> Coefficients:
         most_fixed = min(max(float(measured.min()), NOTICEABLE_BYTES), LARGEST_FIXED_BYTES)
         fixed_parts = np.linspace(0.0, most_fixed, _FIXED_PARTS)
     candidates = []
-    for b in least.b_bytes_per_token_sq * np.geomspace(1.0, lack, _RAISES):
+    for b in least.b_bytes_per_token_sq * np.geomspace(1.0, lack, raises):
         for fixed in fixed_parts:
             a = max(least_a, float(((measured - fixed - b * x2) / x1).max()))
             candidates.append(Coefficients(a, float(b), float(fixed)))
@@ -246,7 +258,7 @@ def _slope_of_short_texts(b: float, peaks: Sequence[ShapePeak]) -> float | None:
 
     A fixed part must not take over what many short texts in one pass would need.
     """
-    short = [peak for peak in peaks if peak.tokens < TELLING_TOKENS]
+    short = [peak for peak in peaks if peak.tokens < SHORT_TEXT_TOKENS]
     if not short:
         return None
     x1, x2, measured = _columns(short)

@@ -11,16 +11,17 @@ from bge_m3_server.app.container import build_container
 from bge_m3_server.domain.errors import CacheDirectoryError
 from bge_m3_server.domain.types import Heads
 
+from benchmarks.synthetic_bge_m3 import Shape, write_synthetic_bge_m3
 from tests.support.preparable import write_preparable
-from tests.support.server_process import run_cli
+from tests.support.server_process import run_cli, run_python
 from tests.support.tiny_models import write_tiny_model
 
 
 def settings(tmp_path, **variables):
-    directory = tmp_path / "model"
-    write_tiny_model(directory)
+    if "BGE_M3_MODEL_DIR" not in variables:
+        write_tiny_model(tmp_path / "model")
     return {
-        "BGE_M3_MODEL_DIR": str(directory),
+        "BGE_M3_MODEL_DIR": str(tmp_path / "model"),
         "BGE_M3_CACHE_DIR": str(tmp_path / "cache"),
         "BGE_M3_EP": "cpu",
         "BGE_M3_DISABLE_AUTO_BUDGET": "1",
@@ -52,6 +53,25 @@ def test_prepare_leaves_a_model_and_its_verdict(tmp_path):
     found = json.loads(verdict.read_text())
     assert found["refused"] == ""
     assert found["environment"].startswith(f"{onnxruntime.__version__} {platform.machine()}")
+
+
+def test_preparing_leaves_nothing_of_itself_in_memory(tmp_path):
+    """A first start holds what a later one does; less than the weights come on top."""
+    shape = Shape(layers=2, vocabulary=64)
+    write_synthetic_bge_m3(tmp_path / "model", shape)
+    weights_bytes = shape.layers * 12 * shape.hidden**2 * 4
+    source = settings(tmp_path, BGE_M3_MODEL="w8", BGE_M3_MODEL_DIR=str(tmp_path / "model"))
+    script = (
+        "import os, sys\n"
+        "from bge_m3_server.adapters.memory.rss import resident_bytes\n"
+        "from bge_m3_server.app.config import load_config\n"
+        "from bge_m3_server.app.container import build_container\n"
+        "model = build_container(load_config(os.environ, sys.platform)).load_model()\n"
+        "print(resident_bytes())\n"
+    )
+    first, second = (int(run_python(script, **source)) for _ in range(2))
+
+    assert first - second < weights_bytes
 
 
 @pytest.mark.parametrize("model", ["fp32", "preview"])

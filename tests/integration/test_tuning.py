@@ -2,12 +2,14 @@
 
 import json
 import signal
+import time
 
 import httpx
 import pytest
 
+from benchmarks.synthetic_bge_m3 import Shape, write_synthetic_bge_m3
 from tests.support.preview_fixture import preview_cache_dir, preview_files
-from tests.support.server_process import post, run_cli, running_server
+from tests.support.server_process import cli, post, run_cli, running_server
 
 FIGURES = {
     "a_bytes_per_token",
@@ -118,7 +120,7 @@ def test_the_next_start_remembers(starts):
             },
             "BGE_M3_DISABLE_AUTO_BUDGET",
         ),
-        ({"BGE_M3_ONNX_BATCH_SIZE": "16", "BGE_M3_COST_MODEL_A": "1000"}, "BGE_M3_TOKEN_BUDGET"),
+        ({"BGE_M3_ONNX_BATCH_SIZE": "16", "BGE_M3_COST_MODEL_A": "1000"}, "BGE_M3_ONNX_BATCH_SIZE"),
     ],
 )
 def test_settings_pin_the_cost_model(settings, pins, source):
@@ -129,9 +131,10 @@ def test_settings_pin_the_cost_model(settings, pins, source):
 
     assert tuning["probe_status"] == "disabled"
     assert tuning["coefficients_source"] == source
-    assert tuning["total_workspace_bytes"] is None
+    assert tuning["total_workspace_bytes"] >= tuning["max_workspace_bytes"]
+    assert f'"by":"{source}"' in log
     is_translated = "BGE_M3_ONNX_BATCH_SIZE" in pins
-    assert ("it is taken for BGE_M3_TOKEN_BUDGET=8192" in log) == is_translated
+    assert ("deprecated: set BGE_M3_TOKEN_BUDGET=8192 instead" in log) == is_translated
     assert ("count only together" in log) == is_translated
     if is_translated:
         assert tuning["max_workspace_bytes"] == 8192 * (7 * 24 * 384 * 4 + 3 * 12 * 4 * 512)
@@ -156,6 +159,29 @@ def test_the_probe_command_has_nothing_to_measure_where_the_budget_is_pinned(set
 
     assert done.returncode == 1
     assert "nothing was measured: pinned by BGE_M3_TOKEN_BUDGET" in done.stderr
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path):
+    """The directory is named."""
+    done = run_cli("probe", "--plot", str(tmp_path / "missing" / "probe.svg"))
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{tmp_path / 'missing'} is no directory that can be written" in done.stderr
+
+
+def test_an_interrupted_probe_command_ends_with_its_own_exit_code(tmp_path):
+    """Also amid a pass, which nothing can interrupt and which takes seconds."""
+    write_synthetic_bge_m3(tmp_path, Shape(layers=4, hidden=256, intermediate=512, vocabulary=64))
+    variables = {"BGE_M3_MODEL_DIR": str(tmp_path), "BGE_M3_CACHE_DIR": str(tmp_path / "cache")}
+    with cli("probe", **variables, BGE_M3_EP="cpu", BGE_M3_MODEL="fp32") as process:
+        for line in process.stdout:
+            if "probe cache miss" in line:
+                break
+        time.sleep(4)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+
+    assert process.returncode == 130, errors
 
 
 def test_sigterm_ends_the_probe(settings):
@@ -186,5 +212,5 @@ def test_memory_that_cannot_suffice_stops_the_start(settings):
     text = json.dumps(message)
     assert "start failed: memory does not suffice for one text of 512 tokens" in text
     assert "300 MiB available (override)" in text
-    for way in ("1. give the process", "2. ", "3. load a smaller model"):
+    for way in ("1. give the process", "2. load a smaller model", "3. "):
         assert way in text

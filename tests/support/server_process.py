@@ -36,6 +36,36 @@ def run_cli(*arguments: str, timeout: float = 120, **variables: str):
     )
 
 
+def run_python(script: str, **variables: str) -> str:
+    """What a script prints in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=clean_environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@contextlib.contextmanager
+def cli(*arguments: str, **variables: str) -> Iterator[subprocess.Popen]:
+    """A command that is at work, with its output in pipes; ended at the end."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "bge_m3_server.app.cli", *arguments],
+        env=clean_environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 @attrs.define
 class ServerProcess:
     """A running server; `log` grows as it writes."""

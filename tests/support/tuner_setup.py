@@ -56,8 +56,9 @@ class FakeMemory:
 
 @attrs.define
 class CostlyBackend(FakeBackend):
-    """A fake model that needs what `true` says; `hold` blocks passes of `hold_from`
-    tokens or more.
+    """A fake model that needs what `true` says.
+
+    `hold` blocks passes of `hold_from` tokens or more.
     """
 
     memory: FakeMemory = attrs.field(factory=FakeMemory)
@@ -65,9 +66,11 @@ class CostlyBackend(FakeBackend):
     hold: threading.Event | None = None
     hold_from: int = 64
     shapes: list = attrs.field(factory=list)
+    releases_at_last_run: int = 0
 
     def run(self, batch, outputs):
         self.shapes.append(batch.ids.shape)
+        self.releases_at_last_run = self.releases
         if self.hold is not None and batch.ids.shape[1] >= self.hold_from:
             assert self.hold.wait(30)
         if self.error is not None:

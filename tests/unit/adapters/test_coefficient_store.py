@@ -47,6 +47,14 @@ def test_what_is_saved_is_loaded(store):
     assert [path.name for path in store.directory.iterdir()] == [FILE_NAME]
 
 
+def test_what_limited_a_probe_is_remembered(store):
+    """More memory would be a reason to measure again."""
+    limited = attrs.evolve(FIT, limited_to_bytes=500_000_000)
+    store.save(KEY, limited)
+
+    assert store.load(KEY) == limited
+
+
 def test_linear_attention_is_remembered(store):
     """A quadratic term of none is a figure like any other."""
     linear = attrs.evolve(

@@ -15,7 +15,10 @@ def setup():
 
 
 def test_a_pass_that_needs_more_than_estimated_raises_the_model(setup, caplog):
-    """Real work is compared with its estimate; the raise is published, logged and remembered."""
+    """Real work is compared with its estimate; the raise is published and logged.
+
+    What is remembered is what was measured.
+    """
     setup.store.kept[KEY] = REMEMBERED
     _, _, backend = setup.prepare()
     setup.start()
@@ -26,21 +29,23 @@ def test_a_pass_that_needs_more_than_estimated_raises_the_model(setup, caplog):
     assert cost_model.a_bytes_per_token == pytest.approx(135_000.0, rel=1e-6)
     assert cost_model.b_bytes_per_token_sq == pytest.approx(300.0, rel=1e-6)
     assert setup.tuner.detail().excess_passes == 1
-    assert setup.store.kept[KEY].coefficients.b_bytes_per_token_sq == pytest.approx(300.0)
+    assert setup.store.kept[KEY] == REMEMBERED
     assert "needed more memory than estimated" in caplog.text
     backend.run(probe_batch(4, 512), ["last_hidden_state"])
     assert len(setup.published) == 1
 
 
-def test_one_pass_raises_the_model_twofold_at_most(setup):
-    """A small pass during a large allocation of somebody else must not ruin the cost model."""
+def test_passes_raise_the_model_twofold_at_most(setup):
+    """Small passes during large allocations of somebody else must not ruin the cost model."""
     setup.store.kept[KEY] = REMEMBERED
     setup.prepare()
     setup.start()
-    setup.tuner.observe(1, 64, GIB)
-    ((cost_model, _),) = setup.published
+    for _ in range(3):
+        setup.tuner.observe(1, 64, GIB)
+    cost_model, _ = setup.published[-1]
 
     assert cost_model.a_bytes_per_token == 180_000.0
+    assert setup.tuner.detail().excess_passes == 3
 
 
 @pytest.mark.parametrize(("factor", "shape"), [(1.19, (4, 512)), (3.0, (1, 64))])

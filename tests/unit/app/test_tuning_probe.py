@@ -7,9 +7,10 @@ import attrs
 import pytest
 from bge_m3_server.app.service import ProbeStatus
 from bge_m3_server.app.tuning import Tuner
+from bge_m3_server.domain.budget import Budget
 from bge_m3_server.domain.errors import InferenceError
 
-from tests.support.tuner_setup import BUDGET, CONSERVATIVE, Setup
+from tests.support.tuner_setup import BUDGET, CONSERVATIVE, GIB, KEY, Setup
 
 
 def told(caplog):
@@ -143,3 +144,33 @@ def test_a_record_that_cannot_be_written(setup, caplog):
 
     assert setup.published[0][1].probe_status is ProbeStatus.COMPLETE
     assert "coefficients are not remembered" in caplog.text
+
+
+def test_a_probe_in_little_memory_remembers_what_limited_it(setup):
+    """So that a start with more measures again."""
+    little = Budget(available_bytes=4 * GIB, model_bytes=GIB, workers=2, safety_factor=0.7)
+    setup.prepare(budget=little)
+    setup.start()
+    setup.wait_for_probe()
+
+    assert (1, 8192) not in setup.backend.shapes
+    assert setup.store.kept[KEY].limited_to_bytes == little.probe_workspace_bytes
+
+
+def test_a_probe_that_measured_everything_was_not_limited(setup):
+    """Its fit is good for any memory."""
+    setup.prepare()
+    setup.start()
+    setup.wait_for_probe()
+
+    assert (1, 8192) in setup.backend.shapes
+    assert setup.store.kept[KEY].limited_to_bytes is None
+
+
+def test_nothing_of_the_last_measurement_stays(setup):
+    """The engine gives back what it keeps before anything is served with the outcome."""
+    setup.prepare()
+    setup.start()
+    setup.wait_for_probe()
+
+    assert setup.backend.releases_at_last_run < setup.backend.releases

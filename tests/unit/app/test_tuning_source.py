@@ -46,7 +46,8 @@ def test_the_account_of_the_memory(setup):
     assert tuning.memory_source == "cgroup_v2"
     assert tuning.available_bytes == 64 * GIB
     assert tuning.model_rss_bytes_per_worker == GIB
-    assert tuning.worst_case_peak_bytes == BUDGET.worst_case_peak_bytes(tuning.max_workspace_bytes)
+    with_probe = (BUDGET.workers + 1) * tuning.max_workspace_bytes
+    assert tuning.worst_case_peak_bytes == BUDGET.worst_case_peak_bytes(with_probe)
     assert 0 < tuning.utilization_pct < 100
 
 
@@ -123,7 +124,50 @@ def test_the_old_variable_is_warned_about(setup, caplog):
     setup.prepare(pins=Pins(onnx_batch_size=16))
 
     assert "BGE_M3_ONNX_BATCH_SIZE is deprecated" in caplog.text
-    assert setup.tuner.detail().coefficients_source == "BGE_M3_TOKEN_BUDGET"
+    assert setup.tuner.detail().coefficients_source == "BGE_M3_ONNX_BATCH_SIZE"
+
+
+def test_a_pin_is_no_leave_to_exceed_the_memory(setup):
+    """A text that is longer than the pin may run alone, in what memory there is and no more.
+
+    The worst case tells of it.
+    """
+    small = Budget(available_bytes=4 * GIB, model_bytes=GIB, workers=2, safety_factor=0.7)
+    cost_model, tuning, _ = setup.prepare(pins=Pins(token_budget=512), budget=small)
+    longest_bytes = cost_model.chunk_cost_bytes(1, tuning.longest_text_tokens)
+
+    assert tuning.total_workspace_bytes == small.workspace_bytes
+    assert 512 < tuning.longest_text_tokens < 8192
+    assert tuning.max_workspace_bytes * 2 < longest_bytes <= small.workspace_bytes
+    assert tuning.worst_case_peak_bytes == pytest.approx(
+        small.worst_case_peak_bytes(longest_bytes), abs=8
+    )
+
+
+def test_a_larger_pin_than_the_memory_is_obeyed(setup):
+    """Then texts up to all workers' pins are accepted."""
+    small = Budget(available_bytes=GIB, model_bytes=2 * GIB, workers=2, safety_factor=0.7)
+    _, tuning, _ = setup.prepare(pins=Pins(token_budget=8192), budget=small)
+
+    assert tuning.total_workspace_bytes == 2 * tuning.max_workspace_bytes
+    assert tuning.longest_text_tokens == 8192
+    assert tuning.utilization_pct > 100
+
+
+def test_a_probe_that_little_memory_cut_short_is_repeated_with_more(setup):
+    """A raised limit would otherwise never be made use of."""
+    budget = Budget(available_bytes=8 * GIB, model_bytes=GIB, workers=1, safety_factor=0.7)
+    partial = attrs.evolve(REMEMBERED, limited_to_bytes=budget.probe_workspace_bytes)
+    for kept, status in (
+        (partial, ProbeStatus.CACHE_HIT),
+        (attrs.evolve(partial, limited_to_bytes=GIB), ProbeStatus.RUNNING),
+    ):
+        made = Setup()
+        made.store.kept[KEY] = kept
+        _, tuning, _ = made.prepare(budget=budget)
+        made.close()
+
+        assert tuning.probe_status is status
 
 
 def test_memory_that_does_not_suffice(setup):

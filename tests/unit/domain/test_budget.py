@@ -1,5 +1,7 @@
 """How memory is shared, and what is refused."""
 
+import re
+
 import attrs
 import pytest
 from bge_m3_server.domain.budget import (
@@ -77,11 +79,11 @@ def test_workers_share_one_model():
 
 
 def test_a_pinned_workspace_changes_the_worst_case():
-    """The worst case follows the ceiling that is really used."""
+    """The worst case follows the workspace that is really used."""
     shares = budget(8 * GIB, 2 * GIB)
 
-    assert shares.worst_case_peak_bytes(3 * GIB) == 8 * GIB + 256 * MIB
-    assert shares.utilization_pct(3 * GIB) > 100.0
+    assert shares.worst_case_peak_bytes(6 * GIB) == 8 * GIB + 256 * MIB
+    assert shares.utilization_pct(6 * GIB) > 100.0
     assert budget(0, 0).utilization_pct() == 0.0
 
 
@@ -133,7 +135,7 @@ def test_impossible_memory_is_refused_with_the_arithmetic():
     """The message shows every figure and three ways out, the first of which works."""
     shares = budget(2 * GIB, 1500 * MIB, workers=4)
     with pytest.raises(ConfigError) as refusal:
-        require_useful(shares, "cgroup_v1", COEFFICIENTS, 8192)
+        require_useful(shares, "cgroup_v1", COEFFICIENTS, 8192, is_8_bit=False)
 
     message = str(refusal.value)
     for figure in (
@@ -147,44 +149,68 @@ def test_impossible_memory_is_refused_with_the_arithmetic():
         "BGE_M3_MODEL=w8 or int8",
     ):
         assert figure in message
-    enough = int(message.partition("give the process ")[2].split()[0]) + 1
-    assert require_useful(
-        attrs.evolve(shares, available_bytes=enough * MIB), "", COEFFICIENTS, 8192
-    )
-
-
-def test_a_model_larger_than_the_memory():
-    """Fewer workers do not help where one is too many."""
-    with pytest.raises(ConfigError, match="BGE_M3_WORKERS=1, and BGE_M3_MEMORY_SAFETY_FACTOR"):
-        require_useful(budget(GIB, 2 * GIB), "host_ram", COEFFICIENTS, 8192)
+    enough = int(message.partition("give the process ")[2].split()[0])
+    shares = attrs.evolve(shares, available_bytes=enough * MIB)
+    assert require_useful(shares, "", COEFFICIENTS, 8192, is_8_bit=False)
 
 
 @pytest.mark.parametrize(
-    ("workers", "safety_factor", "way_out"),
+    ("shares", "is_8_bit", "ways"),
     [
-        (2, 0.7, "BGE_M3_WORKERS=1, and BGE_M3_MEMORY_SAFETY_FACTOR above 0.7"),
-        (2, 1.0, "BGE_M3_WORKERS=1"),
-        (1, 0.7, "use more of it: BGE_M3_MEMORY_SAFETY_FACTOR above 0.7"),
-        (1, 1.0, "accept only shorter texts: BGE_M3_MAX_SEQ_LENGTH below 512"),
+        (budget(1200 * MIB, 700 * MIB, 2), False, ["BGE_M3_WORKERS=1", "BGE_M3_MODEL=w8 or int8"]),
+        (budget(1080 * MIB, 700 * MIB, 1), False, ["MEMORY_SAFETY_FACTOR", "BGE_M3_MODEL=w8"]),
+        (budget(1080 * MIB, 700 * MIB, 2), True, ["BGE_M3_WORKERS=1, and", "MAX_SEQ_LENGTH"]),
+        (budget(1080 * MIB, 700 * MIB, 1, 0.5), True, ["SAFETY_FACTOR", "MAX_SEQ_LENGTH"]),
+        (budget(GIB, 2 * GIB, 4), False, ["BGE_M3_MODEL=w8", "BGE_M3_AVAILABLE_MEMORY_BYTES"]),
+        (budget(GIB, 2 * GIB, 1), True, ["BGE_M3_AVAILABLE_MEMORY_BYTES", "other processes"]),
     ],
 )
-def test_no_way_out_is_one_already_taken(workers, safety_factor, way_out):
-    """Nobody is told to set what is set."""
-    shares = budget(GIB, 2 * GIB, workers=workers, safety_factor=safety_factor)
+def test_three_ways_out_that_can_help(shares, is_8_bit, ways):
+    """More memory always helps; what else is told depends on what is lacking."""
     with pytest.raises(ConfigError) as refusal:
-        require_useful(shares, "host_ram", COEFFICIENTS, 8192)
+        require_useful(shares, "host_ram", COEFFICIENTS, 8192, is_8_bit=is_8_bit)
 
-    lines = [line.strip() for line in str(refusal.value).splitlines()]
-    assert f"x {safety_factor:g} safety factor / {workers} worker{'s' * (workers > 1)}" in lines
-    assert next(line for line in lines if line.startswith("2. ")).endswith(way_out)
+    told = [line for line in str(refusal.value).splitlines() if line[:5].strip(" 123") == "."]
+    assert [line[:4] for line in told] == ["  1.", "  2.", "  3."]
+    for line, way in zip(told[1:], ways, strict=True):
+        assert way in line
+    plural = "s" if shares.workers > 1 else ""
+    assert f"safety factor / {shares.workers} worker{plural}\n" in str(refusal.value)
+
+
+@given(
+    model_mib=st.integers(50, 3000),
+    above_mib=st.integers(-200, 600),
+    workers=st.integers(1, 4),
+    safety=st.floats(0.1, 1.0),
+)
+def test_settings_that_are_a_way_out_are_one(model_mib, above_mib, workers, safety):
+    """Whoever follows the advice on workers, share or length gets a server that starts."""
+    available = max(1, model_mib + 256 + above_mib) * MIB
+    shares = budget(available, model_mib * MIB, workers, safety)
+    try:
+        require_useful(shares, "host_ram", COEFFICIENTS, 8192, is_8_bit=True)
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            found = dict(re.findall(r"BGE_M3_([A-Z_]+)=([\d.]+)", line))
+            advised = attrs.evolve(
+                shares,
+                workers=int(found.get("WORKERS", workers)),
+                safety_factor=float(found.get("MEMORY_SAFETY_FACTOR", safety)),
+            )
+            if found:
+                tokens = int(found.get("MAX_SEQ_LENGTH", 8192))
+                require_useful(advised, "", COEFFICIENTS, tokens, is_8_bit=True)
 
 
 def test_memory_for_short_texts_only():
     """A server that can do useful work starts, and knows how far it can go."""
-    fitting = require_useful(budget(3 * GIB, 1231 * MIB), "cgroup_v1", COEFFICIENTS, 8192)
+    fitting = require_useful(
+        budget(3 * GIB, 1231 * MIB), "cgroup_v1", COEFFICIENTS, 8192, is_8_bit=False
+    )
 
     assert 512 < fitting < 8192
-    assert require_useful(budget(2 * GIB, 1500 * MIB, 1), "", COEFFICIENTS, 64) == 64
+    assert require_useful(budget(2 * GIB, 1500 * MIB, 1), "", COEFFICIENTS, 64, is_8_bit=True) == 64
 
 
 def test_a_text_that_does_not_fit_is_refused_by_place():

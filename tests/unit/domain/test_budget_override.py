@@ -93,9 +93,10 @@ def test_the_old_batch_size_is_translated():
     """16 texts a call are 16 × 512 tokens, and the warning says so."""
     resolution = resolve(Pins(onnx_batch_size=16), LOW, 8192, ROOMY)
 
-    assert resolution.override == pinned(Pins(token_budget=8192))
+    assert resolution.override.cost_model == pinned(Pins(token_budget=8192)).cost_model
+    assert resolution.override.source == "BGE_M3_ONNX_BATCH_SIZE"
     assert resolution.warnings == (
-        "BGE_M3_ONNX_BATCH_SIZE is deprecated; it is taken for BGE_M3_TOKEN_BUDGET=8192",
+        "BGE_M3_ONNX_BATCH_SIZE is deprecated: set BGE_M3_TOKEN_BUDGET=8192 instead",
     )
 
 
@@ -110,4 +111,14 @@ def test_the_new_setting_beats_the_old_batch_size():
     resolution = resolve(Pins(onnx_batch_size=99, token_budget=512), LOW, 8192, ROOMY)
 
     assert resolution.override == pinned(Pins(token_budget=512))
-    assert "BGE_M3_TOKEN_BUDGET=512 is used instead" in resolution.warnings[0]
+    assert "BGE_M3_ONNX_BATCH_SIZE is overruled by BGE_M3_TOKEN_BUDGET" in resolution.warnings
+
+
+def test_what_does_not_count_is_said():
+    """Of several settings one decides; each of the others is named with it."""
+    pins = Pins(disable_auto_budget=True, token_budget=1, cost_model_a=1.0, cost_model_b=1.0)
+
+    assert resolve(pins, LOW, 8192, ROOMY).warnings == (
+        "BGE_M3_TOKEN_BUDGET is overruled by BGE_M3_DISABLE_AUTO_BUDGET",
+        "BGE_M3_COST_MODEL_A and _B is overruled by BGE_M3_DISABLE_AUTO_BUDGET",
+    )

@@ -188,14 +188,38 @@ def test_what_scatter_can_hide_is_allowed_for():
 
 
 def test_short_texts_alone_do_not_tell_what_long_ones_need():
-    """A probe that got no further than 256 tokens keeps the conservative quadratic term."""
-    conservative = Coefficients(98_304.0, 192.0)
-    shapes = [(1, 64), (4, 64), (1, 256)]
-    short = fit_workspace(peaks_of(shapes, 90_000, 20), conservative)
-    telling = fit_workspace(peaks_of([*shapes, (1, 512)], 90_000, 20), conservative)
+    """A probe that got no further than 512 tokens keeps the conservative quadratic term.
 
-    assert short.coefficients.b_bytes_per_token_sq >= 192.0
-    assert telling.coefficients.b_bytes_per_token_sq < 30.0
+    Unless no longer text is accepted.
+    """
+    conservative = Coefficients(98_304.0, 192.0)
+    measured = peaks_of([(1, 64), (4, 64), (1, 256), (1, 512)], 90_000, 20)
+    short = fit_workspace(measured, conservative, 8192)
+    longest = fit_workspace(measured, conservative, 512)
+
+    assert short.coefficients.b_bytes_per_token_sq >= 180.0
+    assert longest.coefficients.b_bytes_per_token_sq < 30.0
+
+
+@given(
+    a=st.floats(40_000, 100_000),
+    b=st.floats(20, 192),
+    longest=st.sampled_from((256, 512, 1024, 2048)),
+)
+def test_a_pass_that_peaks_in_one_part_is_not_underestimated_where_it_is_longer(a, b, longest):
+    """Feed-forward part or attention, whichever is larger: a probe cut short covers the rest."""
+    shapes = [(1, 64), (4, 64), (1, 256), (8, 128), (1, 512), (1, 1024), (1, 2048)]
+
+    def true_bytes(batch, tokens):
+        return batch * tokens * max(a, b * tokens)
+
+    measured = [
+        ShapePeak(*shape, round(true_bytes(*shape))) for shape in shapes if shape[1] <= longest
+    ]
+    fit = fit_workspace(measured, Coefficients(98_304.0, 192.0), 8192)
+
+    for shape in ((1, 3152), (1, 8192), (2, 3000), (3, 700)):
+        assert fit.coefficients.cost_bytes(*shape) >= 0.95 * true_bytes(*shape)
 
 
 def test_covering_short_texts_does_not_cost_long_ones():
