@@ -162,7 +162,11 @@ def fit_workspace(
         all_of_it = longest.peak_bytes / (longest.batch * longest.tokens**2)
         least_b = max(least_b, min(all_of_it, conservative.b_bytes_per_token_sq))
     least = Coefficients(clamped.a_bytes_per_token, least_b)
-    covering = _covering(least, peaks, raises=_RAISES if is_told else 1)
+    if is_told:
+        covering = _covering(least, peaks, _slope_of_short_texts(least_b, peaks), raises=_RAISES)
+    else:  # what short texts need must not hide behind attention that may not be there
+        slope = _slope_of_short_texts(0.0, peaks)
+        covering = _covering(least, peaks, slope, raises=1)
     covering = covering.scaled(UNSEEN_SHAPE_MARGIN)
     return Fit(
         covering,
@@ -205,9 +209,12 @@ def is_plausible(coefficients: Coefficients) -> bool:
     )
 
 
-def _covering(least: Coefficients, peaks: Sequence[ShapePeak], raises: int) -> Coefficients:
+def _covering(
+    least: Coefficients, peaks: Sequence[ShapePeak], slope: float | None, raises: int
+) -> Coefficients:
     """The raise of `least` that covers every peak and exceeds none by more than it must.
 
+    `slope`: the least that a token of short texts adds; None where that is not known.
     `raises`: values of b to try, from that of `least` upwards; with one, a bears the raise.
 
     Passes peak either in the feed-forward part or in attention, so their sum is too low for some
@@ -217,7 +224,6 @@ def _covering(least: Coefficients, peaks: Sequence[ShapePeak], raises: int) -> C
     """
     x1, x2, measured = _columns(peaks)
     lack = max(1.0, float((measured / _estimate(least, x1, x2)).max()))
-    slope = _slope_of_short_texts(least.b_bytes_per_token_sq, peaks)
     least_a, fixed_parts = least.a_bytes_per_token, np.zeros(1)
     if slope is not None:
         least_a = max(slope, least_a)
