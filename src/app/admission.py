@@ -3,7 +3,6 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
 
 import attrs
 
@@ -82,18 +81,19 @@ class Admission:
 
         Raises:
             RequestTooLargeError: it can never fit.
-            QueueFullError: it does not fit now, or the queue is full already.
+            QueueFullError: it does not fit now.
         """
         if needed_bytes > self.limit_bytes:
             raise _too_large(needed_bytes, self.limit_bytes, "bytes")
-        taken_tokens = waiting_tokens + self.arriving_tokens
-        if taken_tokens >= self.limit_tokens:
-            excess = taken_tokens + about_tokens - self.limit_tokens
-            raise self._full("tokens", taken_tokens, excess, about_tokens, tokens_per_second)
         excess_bytes = self.held_bytes + needed_bytes - self.limit_bytes
         if excess_bytes > 0:
+            taken = (
+                f"{self.held_bytes} of {self.limit_bytes} bytes are taken, and this request needs "
+                f"{needed_bytes}"
+            )
+            taken_tokens = waiting_tokens + self.arriving_tokens
             excess = taken_tokens * excess_bytes // self.held_bytes
-            raise self._full("bytes", self.held_bytes, excess, about_tokens, tokens_per_second)
+            raise self._full(taken, excess, about_tokens, tokens_per_second)
         self.held_bytes += needed_bytes
         try:
             yield
@@ -101,11 +101,24 @@ class Admission:
             self.held_bytes -= needed_bytes
 
     @contextlib.contextmanager
-    def arriving(self, about_tokens: int) -> Iterator[None]:
+    def arriving(
+        self, about_tokens: int, waiting_tokens: int, tokens_per_second: float | None
+    ) -> Iterator[None]:
         """Count a request's tokens by guess while its texts are not tokenised yet.
 
         Otherwise a crowd that comes at once would be tokenised only to be refused.
+
+        Raises:
+            QueueFullError: the queue is full already.
         """
+        excess = waiting_tokens + self.arriving_tokens + about_tokens - self.limit_tokens
+        if excess >= about_tokens:
+            taken = (
+                f"{waiting_tokens} of {self.limit_tokens} tokens are taken, about "
+                f"{self.arriving_tokens} more are arriving, and this request has about "
+                f"{about_tokens}"
+            )
+            raise self._full(taken, excess, about_tokens, tokens_per_second)
         self.arriving_tokens += about_tokens
         try:
             yield
@@ -125,12 +138,15 @@ class Admission:
             raise _too_large(needed_tokens, self.limit_tokens, "tokens")
         excess = waiting_tokens + needed_tokens - self.limit_tokens
         if excess > 0:
-            raise self._full("tokens", waiting_tokens, excess, needed_tokens, tokens_per_second)
+            taken = (
+                f"{waiting_tokens} of {self.limit_tokens} tokens are taken, and this request has "
+                f"{needed_tokens}"
+            )
+            raise self._full(taken, excess, needed_tokens, tokens_per_second)
 
     def _full(
         self,
-        unit: Literal["tokens", "bytes"],
-        held: int,
+        taken: str,
         excess_tokens: float,
         needed_tokens: int,
         tokens_per_second: float | None,
@@ -145,9 +161,8 @@ class Admission:
         jitter = 1 + _JITTER * self.chance()
         most_seconds = MAX_RETRY_AFTER_SECONDS / (1 + _JITTER)
         seconds = jitter * min(max(seconds, MIN_RETRY_AFTER_SECONDS), most_seconds)
-        limit = self.limit_tokens if unit == "tokens" else self.limit_bytes
         return QueueFullError(
-            f"the queue is full: {held} of {limit} {unit} are taken; retry in {seconds:.3f} s",
+            f"the queue is full: {taken}; retry in {seconds:.3f} s",
             retry_after_seconds=seconds,
         )
 

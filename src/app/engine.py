@@ -6,20 +6,16 @@ keeps workers and model alive.
 """
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import attrs
 
-from ..domain.budget import require_fits
 from ..domain.cost_model import CostModel
 from ..domain.embedder import distinct, require_heads
-from ..domain.errors import (
-    NotReadyError,
-    NoWorkersError,
-    RequestTooLargeError,
-)
+from ..domain.errors import NotReadyError, NoWorkersError
 from ..domain.ports import Clock, Telemetry
 from ..domain.types import Heads, ModelContract, TokenizedText
 from .admission import Admission, guessed_tokens, size_bytes
@@ -31,7 +27,6 @@ from .service import (
     CanaryReport,
     JobResult,
     ModelInfo,
-    ProbeStatus,
     QueueStatus,
     ServiceStatus,
     Tuning,
@@ -39,12 +34,10 @@ from .service import (
 from .supervisor import Supervisor, SupervisorSettings
 from .worker import PoolStatus
 from .workers import WorkerPool
+from .workspace_room import require_room
 
 NON_FINITE_LIMIT = 3
 """So many texts in a row without one finite result mean that the model is broken, not the texts."""
-
-PROBE_RETRY_SECONDS = 10.0
-"""A text that is too long for conservative figures may fit once the probe has ended."""
 
 TOKENIZE_CHARACTERS = 65_536
 """Long requests are tokenised in pieces of about this size, so that short ones get in between."""
@@ -160,17 +153,47 @@ class Engine:
             InvalidInputError: the model lacks one of `heads`, or the request can never fit.
             InferenceError: the engine failed.
         """
+        with self.hold(texts, heads):
+            return await self.embed_held(texts, heads, timeout_seconds=timeout_seconds)
+
+    @contextlib.contextmanager
+    def hold(self, texts: Sequence[str], heads: Heads) -> Iterator[None]:
+        """Count the bytes of a request while it is under way, whoever computes its texts.
+
+        Raises:
+            UnavailableError: not ready, no worker is alive, or the queue is full.
+            InvalidInputError: the model lacks one of `heads`, or the request can never fit.
+        """
         info, contract = self._require_ready()
         require_heads(contract, heads)
         pool = self._pool.status()
-        needed_bytes, about_tokens = size_bytes(texts, heads, info), guessed_tokens(texts, info)
+        with self._admission.hold(
+            size_bytes(texts, heads, info),
+            guessed_tokens(texts, info),
+            pool.waiting_tokens,
+            pool.tokens_per_second,
+        ):
+            yield
+
+    async def embed_held(
+        self,
+        texts: Sequence[str],
+        heads: Heads,
+        *,
+        inputs: Sequence[int] | None = None,
+        timeout_seconds: float | None = None,
+    ) -> JobResult:
+        """`embed` texts of a request that `hold` counts.
+
+        `inputs`: where the client has them; their own places if left out.
+
+        Raises:
+            UnavailableError, InvalidInputError, InferenceError: as `embed`.
+        """
         timeout = timeout_seconds or self._settings.request_timeout_seconds
         deadline = None if timeout is None else self._clock() + timeout
-        with self._admission.hold(
-            needed_bytes, about_tokens, pool.waiting_tokens, pool.tokens_per_second
-        ):
-            async with within(timeout):
-                return await self._embed(texts, heads, about_tokens, deadline)
+        async with within(timeout):
+            return await self._embed(texts, heads, inputs or range(len(texts)), deadline)
 
     async def canary(self) -> CanaryReport:
         """Run a few tokens before all waiting work; a recent report is given again.
@@ -213,9 +236,13 @@ class Engine:
         return self._served
 
     async def _embed(
-        self, texts: Sequence[str], heads: Heads, about_tokens: int, deadline: float | None
+        self, texts: Sequence[str], heads: Heads, inputs: Sequence[int], deadline: float | None
     ) -> JobResult:
-        with self._admission.arriving(about_tokens):
+        info, _ = self._require_ready()
+        pool = self._pool.status()
+        with self._admission.arriving(
+            guessed_tokens(texts, info), pool.waiting_tokens, pool.tokens_per_second
+        ):
             model = self._supervisor.model
             if model is None:
                 # One future for all who wait: nobody who leaves may cancel it.
@@ -228,12 +255,11 @@ class Engine:
         needed_tokens = sum(map(len, texts_once))
         self._admission.require_tokens(needed_tokens, pool.waiting_tokens, pool.tokens_per_second)
         if tuning := self._supervisor.tuning:
-            require_room([len(text) for text in tokenized], tuning)
+            require_room([len(text) for text in tokenized], tuning, inputs)
         first_inputs: dict[int, int] = {}
-        for index, place in enumerate(places):  # places are numbered as they first appear
+        for place, index in zip(places, inputs, strict=True):  # numbered as they first appear
             first_inputs.setdefault(place, index)
-        inputs = tuple(first_inputs.values())
-        job = Job(texts_once, heads, self._clock(), inputs=inputs)
+        job = Job(texts_once, heads, self._clock(), inputs=tuple(first_inputs.values()))
         await self._run(job, deadline)
         return JobResult(
             embeddings=[job.results[place] for place in places],
@@ -262,32 +288,6 @@ class Engine:
                 canary_job, model.tokenizer, model.info.heads, self._clock
             )
             await self._run(job)
-
-
-def require_room(lengths: Sequence[int], tuning: Tuning) -> None:
-    """Refuse texts that do not fit even while nothing else runs, unless the ceiling is pinned.
-
-    Raises:
-        RequestTooLargeError: with what is needed, what there is, and what would fit.
-        NotReadyError: the same, but the figures are conservative and soon to be replaced.
-    """
-    if tuning.total_workspace_bytes is None:
-        return
-    cost_model = CostModel(
-        tuning.a_bytes_per_token,
-        tuning.b_bytes_per_token_sq,
-        tuning.total_workspace_bytes,
-        tuning.fixed_bytes,
-    )
-    try:
-        require_fits(lengths, cost_model)
-    except RequestTooLargeError as error:
-        if tuning.probe_status is not ProbeStatus.RUNNING:
-            raise
-        raise NotReadyError(
-            f"{error}; the need is being measured and may prove smaller: try again then",
-            retry_after_seconds=PROBE_RETRY_SECONDS,
-        ) from error
 
 
 def pieces(texts: Sequence[str], characters: int) -> list[Sequence[str]]:

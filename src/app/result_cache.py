@@ -4,7 +4,8 @@ import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import attrs
 from numpy.typing import NDArray
@@ -29,17 +30,45 @@ _ENTRY_BYTES = 600
 """Key, objects and array headers of one entry."""
 
 
+class HoldingService(EmbeddingService, Protocol):
+    """An `EmbeddingService` that counts a request also while others compute its texts."""
+
+    def hold(self, texts: Sequence[str], heads: Heads) -> AbstractContextManager[None]:
+        """Count the bytes of a request while it is under way.
+
+        Raises:
+            UnavailableError, InvalidInputError: as `embed`.
+        """
+        ...
+
+    async def embed_held(
+        self,
+        texts: Sequence[str],
+        heads: Heads,
+        *,
+        inputs: Sequence[int] | None = None,
+        timeout_seconds: float | None = None,
+    ) -> JobResult:
+        """Embed some texts of a request that `hold` counts; the client has them at `inputs`.
+
+        Raises:
+            UnavailableError, InvalidInputError, InferenceError: as `embed`.
+        """
+        ...
+
+
 class CachedService:
     """An `EmbeddingService` in front of another one; belongs to one event loop.
 
     What was used longest ago goes first when `limit_bytes` are full. A text that another request
-    is waiting for is not computed again: both wait for the same result. `request_timeout_seconds`
-    is the deadline of requests that bring none.
+    is waiting for is not computed again: both wait for the same result, and where the one that has
+    it computed leaves, one other takes over. `request_timeout_seconds` is the deadline of requests
+    that bring none.
     """
 
     def __init__(
         self,
-        service: EmbeddingService,
+        service: HoldingService,
         limit_bytes: int,
         request_timeout_seconds: float | None = None,
     ) -> None:
@@ -64,17 +93,44 @@ class CachedService:
         model = self._service.status().model
         if model is None:
             return await self._service.embed(texts, heads, timeout_seconds=timeout)
-        request = _Request(texts, heads, timeout, [_key(model.model_id, heads, t) for t in texts])
-        async with within(timeout):
-            report = await self._answer(request)
+        with self._service.hold(texts, heads):
+            keys = [_key(model.model_id, heads, text) for text in texts]
+            request = _Request(texts, heads, timeout, keys)
+            async with within(timeout):
+                report = await self._answer(request)
         embeddings = [request.found[index] for index in range(len(texts))]
         lengths = LengthStats.of([embedding.token_count for embedding in embeddings])
         return JobResult(embeddings, attrs.evolve(report, lengths=lengths))
 
     async def _answer(self, request: "_Request") -> JobReport:
         """Find, compute or wait for every text."""
-        missing, shared = [], {}
-        for index, key in enumerate(request.keys):
+        report = JobReport(0, 0, LengthStats(), 0.0, 0.0, 0.0)
+        computed = 0
+        open_indices: Sequence[int] = range(len(request.keys))
+        while open_indices:
+            missing, shared = self._claim(request, open_indices)
+            if missing:
+                report = await self._compute(request, missing)
+                computed += len(missing)
+            if shared:  # whoever leaves here does not end it for others
+                await asyncio.wait(set(shared.values()), return_when=asyncio.FIRST_COMPLETED)
+            open_indices = [
+                index for index, result in shared.items() if not request.take(index, result)
+            ]
+        self._hits += len(request.keys) - computed
+        return report
+
+    def _claim(
+        self, request: "_Request", indices: Sequence[int]
+    ) -> tuple[list[int], dict[int, asyncio.Future[Embedding]]]:
+        """Which texts this request has to compute, and the results of others to wait for.
+
+        From now on others wait for this request: nothing may come between this and `_compute`.
+        """
+        missing: list[int] = []
+        shared: dict[int, asyncio.Future[Embedding]] = {}
+        for index in indices:
+            key = request.keys[index]
             if (entry := self._find(key)) is not None:
                 request.found[index] = entry
             elif key in self._pending:
@@ -82,52 +138,31 @@ class CachedService:
             else:
                 missing.append(index)
                 self._pending[key] = asyncio.get_running_loop().create_future()
-        report = JobReport(0, 0, LengthStats(), 0.0, 0.0, 0.0)
-        try:
-            if missing:
-                report = await self._compute(request, missing)
-        finally:
-            for index in missing:
-                self._pending.pop(request.keys[index]).cancel()
-        abandoned = []
-        for index, result in shared.items():
-            await asyncio.wait({result})  # whoever leaves here does not end it for others
-            if result.cancelled():  # the request that computed it has left, or was refused
-                abandoned.append(index)
-                continue
-            try:
-                request.found[index] = result.result()
-            except InferenceError as error:
-                raise type(error)(str(error), index=index) from error
-        self._hits += len(request.keys) - len(missing) - len(abandoned)
-        return await self._compute(request, abandoned) if abandoned else report
+        return missing, shared
 
     async def _compute(self, request: "_Request", indices: Sequence[int]) -> JobReport:
-        """Embed some of the texts, keep them, and tell those who wait for them."""
+        """Embed claimed texts, keep them, and tell those who wait for them."""
         self._misses += len(indices)
         try:
-            result = await self._service.embed(
+            result = await self._service.embed_held(
                 [request.texts[index] for index in indices],
                 request.heads,
+                inputs=indices,
                 timeout_seconds=request.timeout_seconds,
             )
+            for index, embedding in zip(indices, result.embeddings, strict=True):
+                request.found[index] = embedding
+                self._keep(request.keys[index], embedding)
+                self._pending[request.keys[index]].set_result(embedding)
         except InferenceError as error:
-            if error.index is None:
-                raise
-            # The service behind counts only the texts that it was given.
-            guilty = indices[error.index]
-            known = type(error)(str(error), index=guilty)
-            pending = self._pending.get(request.keys[guilty])
-            if pending is not None and not pending.done():
-                pending.set_exception(known)
-                pending.exception()  # it is no news where nobody else waits
-            raise known from error
-        for index, embedding in zip(indices, result.embeddings, strict=True):
-            request.found[index] = embedding
-            self._keep(request.keys[index], embedding)
-            pending = self._pending.get(request.keys[index])
-            if pending is not None and not pending.done():
-                pending.set_result(embedding)
+            if error.index is not None:
+                guilty = self._pending[request.keys[error.index]]
+                guilty.set_exception(error)
+                guilty.exception()  # it is no news where nobody else waits
+            raise
+        finally:
+            for index in indices:  # what has no result by now is for one of those who wait
+                self._pending.pop(request.keys[index]).cancel()
         return result.report
 
     async def canary(self) -> CanaryReport:
@@ -177,6 +212,21 @@ class _Request:
     timeout_seconds: float | None
     keys: Sequence[_Key]
     found: dict[int, Embedding] = attrs.field(factory=dict)
+
+    def take(self, index: int, result: asyncio.Future[Embedding]) -> bool:
+        """Whether another request's result is there for text `index`.
+
+        Raises:
+            InferenceError: the engine fails on this text.
+        """
+        if not result.done() or result.cancelled():
+            return False
+        try:
+            self.found[index] = result.result()
+        except InferenceError as error:
+            message = f"input[{index}]: the engine failed on it for another request"
+            raise type(error)(message, index=index) from error
+        return True
 
 
 def _key(model_id: str, heads: Heads, text: str) -> _Key:

@@ -162,13 +162,17 @@ def is_useful(coefficients: Coefficients, workspace_bytes: int, max_tokens: int)
     return coefficients.cost_model(workspace_bytes).fits(1, least)
 
 
-def require_fits(lengths: Sequence[int], cost_model: CostModel) -> None:
+def require_fits(
+    lengths: Sequence[int], cost_model: CostModel, inputs: Sequence[int] | None = None
+) -> None:
     """Refuse texts that do not fit the workspace even alone.
+
+    `inputs`: where the client has the texts; their own places if left out.
 
     Raises:
         RequestTooLargeError: names the first such text, what it needs and what would fit.
     """
-    for index, tokens in enumerate(lengths):
+    for index, tokens in zip(inputs or range(len(lengths)), lengths, strict=True):
         if not cost_model.fits(1, tokens):
             raise RequestTooLargeError(
                 f"input[{index}] has {tokens} tokens, which need "

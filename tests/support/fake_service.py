@@ -1,6 +1,7 @@
 """An `EmbeddingService` without an engine: its results, states and failures are given to it."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 
@@ -64,7 +65,8 @@ def embedding(
 class FakeService:
     """`result` scripts the embedding of a text at a place; `failure` is raised instead of it.
 
-    `calls` records what reached the engine. With `stuck`, a call sets `entered` and never ends by
+    `calls` records what reached the engine, `inputs` where clients have the texts of held requests.
+    With `stuck`, a call sets `entered` and never ends by
     itself; `abandoned` is set when it is cancelled.
     """
 
@@ -75,6 +77,7 @@ class FakeService:
     canary_report: CanaryReport = HEALTHY
     timeouts: list[float | None] = attrs.field(factory=list)
     calls: list[tuple[list[str], Heads]] = attrs.field(factory=list)
+    inputs: list[list[int]] = attrs.field(factory=list)
     entered: threading.Event = attrs.field(factory=threading.Event)
     abandoned: threading.Event = attrs.field(factory=threading.Event)
 
@@ -114,6 +117,20 @@ class FakeService:
                 inference_ms=20.0,
             ),
         )
+
+    def hold(self, _texts: Sequence[str], _heads: Heads) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+    async def embed_held(
+        self,
+        texts: Sequence[str],
+        heads: Heads,
+        *,
+        inputs: Sequence[int] | None = None,
+        timeout_seconds: float | None = None,
+    ) -> JobResult:
+        self.inputs.append(list(inputs or range(len(texts))))
+        return await self.embed(texts, heads, timeout_seconds=timeout_seconds)
 
     def status(self) -> ServiceStatus:
         return self.state

@@ -129,7 +129,8 @@ ERRORS: Mapping[int, ResponseSpec] = {
     429: _error(
         429,
         "The queue is full; `retry-after` and `retry-after-ms` say when to come back",
-        "the queue is full: 4194000 of 4194304 tokens are taken; retry in 1.250 s",
+        "the queue is full: 4194000 of 4194304 tokens are taken, and this request has 512; "
+        "retry in 1.250 s",
         "rate_limit_error",
     ),
     500: _error(500, "The engine failed", "internal server error", "internal_error"),

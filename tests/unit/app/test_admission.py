@@ -73,12 +73,36 @@ def test_a_full_queue_counts_also_what_was_not_tokenised():
     tokens = guessed_tokens(["word " * 120], model)
     waits = []
     for _ in range(2):
-        with pytest.raises(QueueFullError) as caught, admission.hold(1, tokens, 1000, 1000.0):
+        with pytest.raises(QueueFullError) as caught, admission.arriving(tokens, 1000, 1000.0):
             pass
         waits.append(caught.value.retry_after_seconds)
 
     assert tokens == 202 == guessed_tokens(["word " * 500], model)
     assert waits == pytest.approx([0.202, 0.404])
+
+
+def test_no_refusal_says_that_more_is_taken_than_there_is():
+    """What is still being tokenised is a guess, and told apart from what waits."""
+    admission = Admission(3000, 500, Time(), chance=lambda: 0.0)
+    refused = pytest.raises(QueueFullError)
+    with admission.hold(400, 0, 0, None), admission.arriving(2696, 0, None):
+        with refused as by_guess, admission.arriving(10, 2414, None):
+            pass
+        with refused as by_bytes, admission.hold(101, 10, 2414, None):
+            pass
+        with refused as by_tokens:
+            admission.require_tokens(587, 2414, None)
+
+    def told(caught):
+        return (
+            str(caught.value).removeprefix("the queue is full: ").removesuffix("; retry in 1.000 s")
+        )
+
+    assert told(by_guess) == (
+        "2414 of 3000 tokens are taken, about 2696 more are arriving, and this request has about 10"
+    )
+    assert told(by_bytes) == "400 of 500 bytes are taken, and this request needs 101"
+    assert told(by_tokens) == "2414 of 3000 tokens are taken, and this request has 587"
 
 
 @pytest.mark.parametrize("needed_tokens", [300, 1000, 1900])

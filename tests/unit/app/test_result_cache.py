@@ -87,6 +87,37 @@ def test_a_client_that_leaves_does_not_take_the_result_from_others():
     assert [texts for texts, _ in inner.calls] == [["a"]]
 
 
+def test_one_of_those_who_wait_takes_over():
+    """When a request leaves, what it has computed is computed once for all the others."""
+    texts = ["a", "bb"]
+    (_, *stayed), inner, _ = together([texts, *[texts[::-1]] * 32], lambda tasks: tasks[0].cancel())
+
+    assert [[item.dense[0] for item in result.embeddings] for result in stayed] == [[2, 1]] * 32
+    assert [texts for texts, _ in inner.calls] == [["bb", "a"]]
+    assert inner.waiting == 2
+
+
+def test_a_text_that_is_left_alone_does_not_wait_for_another():
+    """It is taken over while the rest of the request still waits for somebody else."""
+
+    async def run():
+        inner = GatedService(result=numbered)
+        cached = CachedService(inner, ROOMY)
+        slow, leaving, waiting = (
+            asyncio.create_task(cached.embed(texts, Heads.DENSE))
+            for texts in (["slow"], ["left"], ["slow", "left"])
+        )
+        await settle()
+        leaving.cancel()
+        await settle()
+        assert inner.waiting == 3
+        inner.gate.set()
+        await asyncio.gather(slow, waiting)
+        return inner.calls
+
+    assert [texts for texts, _ in asyncio.run(run())] == [["slow"], ["left"]]
+
+
 def test_a_guilty_text_is_not_tried_again_for_those_who_wait_for_it():
     """Each request is told the text's place in its own list."""
     outcomes, inner, _ = together(
@@ -187,14 +218,15 @@ def test_an_entry_larger_than_the_cache_is_not_kept():
 
 @pytest.mark.parametrize("error", [InferenceError, NonFiniteOutputError])
 def test_an_error_names_the_place_in_the_whole_request(error):
-    """The engine saw fewer texts than the client sent."""
+    """The engine sees fewer texts than the client sent, and is told where the client has them."""
     inner = FakeService(result=numbered)
     ask(cached := CachedService(inner, ROOMY), ["a", "c"])
-    inner.failure = error("broken", index=0)
+    inner.failure = error("broken", index=1)
     with pytest.raises(error) as caught:
         ask(cached, ["a", "poison", "c"])
 
     assert caught.value.index == 1
+    assert inner.inputs[-1] == [1]
 
 
 def test_the_cache_keeps_no_view_of_a_larger_array():

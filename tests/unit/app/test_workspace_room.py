@@ -4,9 +4,9 @@ import asyncio
 import time
 
 import pytest
-from bge_m3_server.app.engine import PROBE_RETRY_SECONDS, require_room
 from bge_m3_server.app.http.errors import failure_of
 from bge_m3_server.app.service import ProbeStatus, Tuning
+from bge_m3_server.app.workspace_room import PROBE_RETRY_SECONDS, require_room
 from bge_m3_server.domain import CostModel, NotReadyError, RequestTooLargeError
 from bge_m3_server.domain.types import Heads
 
