@@ -8,14 +8,19 @@ the root, between a limit and what the others of that group hold.
 import os
 import re
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path, PurePosixPath
 
 import attrs
 
 from ...domain.types import MemoryLimit
+from .figure import parse_figure
 
-UNLIMITED_BYTES = 1 << 40
-"""From 1 TiB on a figure means "no limit": cgroup v1 writes one near 2⁶³."""
+UNLIMITED_BYTES = 1 << 62
+"""From here on a figure means "no limit": cgroup v1 writes the last whole page below 2⁶³."""
+
+V2_MOUNTS = ("sys/fs/cgroup", "sys/fs/cgroup/unified")
+"""Hosts with both versions have version 2 in the latter."""
 
 
 @attrs.frozen
@@ -25,20 +30,20 @@ class _Version:
     `held`: the fields of ``memory.stat`` that add up to what the kernel cannot drop.
     """
 
-    mount: str
+    mounts: tuple[str, ...]
     controller: str
     limit_files: tuple[str, ...]
     held: frozenset[str]
 
 
 _V2 = _Version(
-    "sys/fs/cgroup",
+    V2_MOUNTS,
     "",
     ("memory.max", "memory.high"),
     frozenset({"anon", "shmem", "kernel_stack", "pagetables", "slab_unreclaimable", "sock"}),
 )
 _V1 = _Version(
-    "sys/fs/cgroup/memory",
+    ("sys/fs/cgroup/memory",),
     "memory",
     ("memory.limit_in_bytes",),
     frozenset({"total_rss", "total_shmem"}),
@@ -88,22 +93,18 @@ def parse_membership(text: str) -> Mapping[str, str]:
 
 
 def parse_limit_bytes(text: str) -> int | None:
-    """A limit file's figure; None for ``max``, figures that mean no limit, and anything else."""
-    figure = text.strip()
-    if not (figure.isascii() and figure.isdecimal()):
-        return None
-    limit_bytes = int(figure)
-    return limit_bytes if 0 < limit_bytes < UNLIMITED_BYTES else None
+    """A limit file's figure; None for ``max``, figures that mean no limit, and anything else.
+
+    Nothing at all is a limit, too.
+    """
+    limit_bytes = parse_figure(text)
+    return None if limit_bytes is None or limit_bytes >= UNLIMITED_BYTES else limit_bytes
 
 
 def held_bytes(memory_stat: str, fields: frozenset[str]) -> int:
     """The sum of `fields` in a ``memory.stat`` file; what it does not have counts as nothing."""
-    lines = (line.split() for line in memory_stat.splitlines())
-    return sum(
-        int(figure)
-        for name, figure in (line for line in lines if len(line) == len(("name", "1")))
-        if name in fields and figure.isdecimal()
-    )
+    lines = (line.partition(" ") for line in memory_stat.splitlines())
+    return sum(parse_figure(figure) or 0 for name, _, figure in lines if name in fields)
 
 
 def group_levels(mount: Path, group: str) -> Iterator[Path]:
@@ -129,11 +130,13 @@ def read_text(path: Path) -> str:
 def _limit_bytes(root: Path, version: _Version) -> int | None:
     """What this process may use below `root`, the top of the file system; None if unlimited."""
     membership = parse_membership(read_text(root / "proc/self/cgroup"))
-    own_bytes = sum(
-        int(figure) * 1024 for figure in _OWN_FIELD.findall(read_text(root / "proc/self/status"))
-    )
+    own_fields = _OWN_FIELD.findall(read_text(root / "proc/self/status"))
+    own_bytes = sum((parse_figure(kib) or 0) * 1024 for kib in own_fields)
+    group = membership.get(version.controller, "/")
     usable = []
-    for directory in group_levels(root / version.mount, membership.get(version.controller, "/")):
+    for directory in chain.from_iterable(
+        group_levels(root / mount, group) for mount in version.mounts
+    ):
         others_bytes = held_bytes(read_text(directory / "memory.stat"), version.held) - own_bytes
         for name in version.limit_files:
             limit_bytes = parse_limit_bytes(read_text(directory / name))

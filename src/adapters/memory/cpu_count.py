@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ...domain.types import CpuCount
-from .cgroup import group_levels, parse_membership, read_text
+from .cgroup import V2_MOUNTS, group_levels, parse_membership, read_text
+from .figure import parse_figure
 
 _MODEL_NAME = re.compile(r"^(?:model name|Model|CPU part)\s*:\s*(.+)$", re.MULTILINE)
 
@@ -28,7 +29,7 @@ def cpu_count(
     candidates = [CpuCount(affine, "affinity") if affine else CpuCount(os.cpu_count() or 1, "host")]
     membership = parse_membership(read_text(root / "proc/self/cgroup"))
     hierarchies = (
-        ("cgroup_v2", "", "sys/fs/cgroup", _quota_v2),
+        *(("cgroup_v2", "", mount, _quota_v2) for mount in V2_MOUNTS),
         ("cgroup_v1", "cpu", "sys/fs/cgroup/cpu", _quota_v1),
         ("cgroup_v1", "cpu", "sys/fs/cgroup/cpu,cpuacct", _quota_v1),
     )
@@ -62,15 +63,13 @@ def _quota_v2(directory: Path) -> Iterator[float]:
 
 
 def _quota_v1(directory: Path) -> Iterator[float]:
-    quota = read_text(directory / "cpu.cfs_quota_us").strip()
-    cpus = _cpus(quota, read_text(directory / "cpu.cfs_period_us").strip())
+    quota = read_text(directory / "cpu.cfs_quota_us")
+    cpus = _cpus(quota, read_text(directory / "cpu.cfs_period_us"))
     if cpus is not None:
         yield cpus
 
 
 def _cpus(quota: str, period: str) -> float | None:
     """Version 2 writes ``max`` and version 1 writes -1 where there is no quota."""
-    figures = [text for text in (quota, period) if text.isascii() and text.isdecimal()]
-    if len(figures) < len((quota, period)) or int(period) == 0 or int(quota) == 0:
-        return None
-    return int(quota) / int(period)
+    quota_us, period_us = parse_figure(quota), parse_figure(period)
+    return quota_us / period_us if quota_us and period_us else None

@@ -6,6 +6,7 @@ from pathlib import Path
 import attrs
 
 from ...domain.types import MemoryLimit
+from .figure import parse_figure
 
 _MEM_AVAILABLE = re.compile(r"^MemAvailable:\s+(\d+) kB$", re.ASCII | re.MULTILINE)
 
@@ -27,6 +28,7 @@ class MeminfoProbe:
 
 
 def parse_available_bytes(meminfo: str) -> int | None:
-    """``MemAvailable`` in bytes; None where the text has no such line."""
+    """``MemAvailable`` in bytes; None where the text has no such line with a figure."""
     found = _MEM_AVAILABLE.search(meminfo)
-    return int(found[1]) * 1024 if found else None
+    available_kib = parse_figure(found[1]) if found else None
+    return None if available_kib is None else available_kib * 1024

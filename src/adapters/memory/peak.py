@@ -7,7 +7,7 @@ import attrs
 
 from ...domain.types import ResidentMemory
 
-_FIELD = re.compile(r"^(VmHWM|RssAnon|RssFile|RssShmem):\s+(\d+) kB$", re.ASCII | re.MULTILINE)
+_FIELD = re.compile(r"^(VmHWM|RssAnon|RssFile|RssShmem):\s+(\d{1,20}) kB$", re.ASCII | re.MULTILINE)
 _RESET_PEAK = "5"
 """What ``/proc/<pid>/clear_refs`` takes for "the high-water mark is what is resident now"."""
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import attrs
 
 from ...domain.types import MemoryLimit
+from .figure import parse_figure
 
 RunCommand = Callable[[Sequence[str]], str]
 """Runs a program and returns what it printed; raises `OSError` or `SubprocessError`."""
@@ -39,5 +40,4 @@ class SysctlProbe:
 
 def parse_memsize_bytes(text: str) -> int | None:
     """The one figure that ``sysctl -n hw.memsize`` prints; None for anything else."""
-    figure = text.strip()
-    return int(figure) if figure.isascii() and figure.isdecimal() else None
+    return parse_figure(text)

@@ -71,6 +71,21 @@ def test_figures_that_lag_behind(tmp_path):
     assert CgroupV2Probe(tmp_path).limit().limit_bytes == GIB
 
 
+@pytest.mark.parametrize("figure", ["9" * 5000, "-5", "12x", "٣"])
+def test_figures_that_cannot_be_read(tmp_path, figure):
+    """What is no figure counts as nothing, in the group's account and in the process's own."""
+    plant(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/",
+            "proc/self/status": f"RssAnon:\t{figure} kB\n{own(100)}",
+            "sys/fs/cgroup/memory.max": GIB,
+            "sys/fs/cgroup/memory.stat": f"anon {figure}\nshmem {150 * MIB}",
+        },
+    )
+    assert CgroupV2Probe(tmp_path).limit().limit_bytes == GIB - 50 * MIB
+
+
 def test_a_full_group(tmp_path):
     """Others that hold all of it leave nothing, which is an answer."""
     plant(

@@ -57,6 +57,15 @@ def test_the_tightest_group_counts(tmp_path):
     assert count(tmp_path) == CpuCount(3, "cgroup_v2")
 
 
+def test_quota_of_version_2_on_a_hybrid_host(tmp_path):
+    """Version 2 is mounted beside the controllers of version 1."""
+    plant(
+        tmp_path,
+        {"proc/self/cgroup": "0::/a", "sys/fs/cgroup/unified/a/cpu.max": "300000 100000"},
+    )
+    assert count(tmp_path) == CpuCount(3, "cgroup_v2")
+
+
 @pytest.mark.parametrize("mount", ["cpu", "cpu,cpuacct"])
 def test_quota_of_version_1(tmp_path, mount):
     """Version 1 keeps quota and period in two files, and mounts differ in name."""
@@ -92,6 +101,9 @@ def test_less_than_one_cpu(tmp_path):
         ("0 100000", None),
         ("-1 100000", None),
         ("two halves", None),
+        ("9" * 400 + " 1", None),
+        ("9" * 5000 + " 100000", None),
+        ("100000 " + "9" * 5000, None),
     ],
 )
 def test_cpu_max(text, cpus):

@@ -134,17 +134,40 @@ def test_systemd_unit_with_memory_high(tmp_path):
     assert v2(tmp_path) == MemoryLimit(7 * GIB, "cgroup_v2")
 
 
-@pytest.mark.parametrize("figure", ["max", str(1 << 40), "-1", "0", "12.5", "1_024", "٣", "", "4k"])
+@pytest.mark.parametrize(
+    "figure",
+    [
+        *("max", V1_NO_LIMIT, str((1 << 63) - 65536), str((1 << 63) - 1)),
+        *("-1", "12.5", "1_024", "٣", "", "4k", "9" * 400, "9" * 5000),
+    ],
+)
 def test_figures_that_are_no_limit(tmp_path, figure):
-    """`max`, figures from 1 TiB on and anything that is no positive integer mean no limit."""
+    """`max`, the last page below 2⁶³, and anything that is no whole number mean no limit."""
     assert parse_limit_bytes(figure) is None
     plant(tmp_path, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": figure})
     assert v2(tmp_path) is None
 
 
-def test_just_below_the_absurd():
-    """The last byte below 1 TiB still is a limit."""
-    assert parse_limit_bytes(f"{(1 << 40) - 1}\n") == (1 << 40) - 1
+@pytest.mark.parametrize("limit_bytes", [0, 4096, 1 << 40, 3 << 39, 1 << 50])
+def test_figures_that_are_limits(tmp_path, limit_bytes):
+    """Also nothing at all, and the share of a host with several TiB."""
+    assert parse_limit_bytes(f"{limit_bytes}\n") == limit_bytes
+    plant(
+        tmp_path,
+        {
+            "proc/self/cgroup": "5:memory:/\n0::/",
+            "sys/fs/cgroup/memory.max": limit_bytes,
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": limit_bytes,
+        },
+    )
+    assert v2(tmp_path).limit_bytes == v1(tmp_path).limit_bytes == limit_bytes
+
+
+def test_nothing_may_be_held_at_all(tmp_path):
+    """`memory.high` of nothing is obeyed like `memory.max`."""
+    plant(tmp_path, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.high": 0})
+
+    assert v2(tmp_path) == MemoryLimit(0, "cgroup_v2")
 
 
 def test_version_1_only(tmp_path):
@@ -185,6 +208,22 @@ def test_hybrid_host(tmp_path):
     )
     assert v2(tmp_path) is None
     assert v1(tmp_path) == MemoryLimit(5 * GIB, "cgroup_v1")
+
+
+def test_hybrid_host_that_keeps_memory_in_version_2(tmp_path):
+    """Version 2 is mounted beside the controllers of version 1, memory not among these."""
+    unified = "sys/fs/cgroup/unified"
+    plant(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:cpu,cpuacct:/\n0::/app.slice/bge-m3.service",
+            f"{unified}/app.slice/bge-m3.service/memory.max": 3 * GIB,
+            f"{unified}/app.slice/memory.max": 2 * GIB,
+            f"{unified}/app.slice/memory.stat": f"anon {GIB}",
+        },
+    )
+    assert v2(tmp_path) == MemoryLimit(GIB, "cgroup_v2")
+    assert v1(tmp_path) is None
 
 
 def test_no_limit_anywhere(tmp_path):
@@ -241,7 +280,10 @@ def test_meminfo_available(tmp_path):
     assert MeminfoProbe(tmp_path).limit() == MemoryLimit(8123456 * 1024, "host_ram")
 
 
-@pytest.mark.parametrize("text", [None, "", "MemTotal: 1 kB", "MemAvailable: many kB"])
+@pytest.mark.parametrize(
+    "text",
+    [None, "", "MemTotal: 1 kB", "MemAvailable: many kB", f"MemAvailable: {'9' * 5000} kB"],
+)
 def test_meminfo_without_available(tmp_path, text):
     """Kernels before 3.14, and other systems, have no such figure."""
     if text is not None:
@@ -278,9 +320,10 @@ def test_sysctl_that_fails(failure):
     assert SysctlProbe(broken).limit() is None
 
 
-def test_sysctl_with_unexpected_output():
+@pytest.mark.parametrize("text", ["hw.memsize: 68719476736", "", "-1", "9" * 5000])
+def test_sysctl_with_unexpected_output(text):
     """Only a plain figure is believed."""
-    assert SysctlProbe(lambda _: "hw.memsize: 68719476736").limit() is None
+    assert SysctlProbe(lambda _: text).limit() is None
 
 
 def test_run_command_returns_what_was_printed():

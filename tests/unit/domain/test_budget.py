@@ -154,6 +154,12 @@ def test_impossible_memory_is_refused_with_the_arithmetic():
     assert require_useful(shares, "", COEFFICIENTS, 8192, is_8_bit=False)
 
 
+def test_no_memory_at_all():
+    """A group whose limit is zero is a way to say so."""
+    with pytest.raises(ConfigError, match=r"0 MiB available \(cgroup_v2\)"):
+        require_useful(budget(0, GIB), "cgroup_v2", COEFFICIENTS, 8192, is_8_bit=False)
+
+
 @pytest.mark.parametrize(
     ("shares", "is_8_bit", "ways"),
     [
