@@ -19,6 +19,11 @@ FILE_NAME = "probe-coefficients.json"
 SCHEMA_VERSION = 3
 
 _READ_BYTES = 1 << 20
+_LEAST_POINTS = 2
+"""Of a fit with two coefficients."""
+
+_MOST = 1 << 62
+"""No count of bytes comes near it."""
 
 
 @attrs.frozen
@@ -53,9 +58,14 @@ class JsonCoefficientStore:
     def save(self, key: ProbeKey, fit: Fit) -> str | None:
         """Keep `fit`; returns why that failed, None when it did not.
 
-        Readers see the old file or the new one, never a part, also after a power failure.
+        Readers see the old file or the new one, never a part, also after a power failure. A fit
+        that `load` would refuse takes the old one, which it proves wrong, with it.
         """
         record = {"schema_version": SCHEMA_VERSION, "key": attrs.asdict(key), **attrs.asdict(fit)}
+        if _fit(record) is None:
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+            return f"the next start would not believe them: {fit.coefficients}, {fit.quality}"
         temporary = self.path.with_name(f".{FILE_NAME}.{os.getpid()}.{uuid.uuid4().hex}")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -99,17 +109,24 @@ def _differences(stored: object, wanted: Mapping[str, Any]) -> str:
 
 
 def _fit(record: Mapping[str, Any]) -> Fit | None:
-    """The fit in a record; None unless every figure is a number and can be right."""
+    """The fit in a record; None unless every figure is of the kind it must be, and can be right."""
     try:
         coefficients = Coefficients(**record["coefficients"])
         quality = FitQuality(**record["quality"])
         limit = record["limited_to_bytes"]
     except (KeyError, TypeError):
         return None
-    figures = [*attrs.astuple(coefficients), *attrs.astuple(quality)]
-    figures += [] if limit is None else [limit]
-    if any(isinstance(figure, bool) or not isinstance(figure, int | float) for figure in figures):
+    *figures, points = *attrs.astuple(coefficients), *attrs.astuple(quality)
+    counts = [points] if limit is None else [points, limit]
+    if not all(isinstance(figure, float) for figure in figures):
         return None
-    if not all(map(math.isfinite, figures)):
+    if not all(type(count) is int and 0 < count < _MOST for count in counts):
         return None
-    return Fit(coefficients, quality, limit) if is_plausible(coefficients) else None
+    is_possible = (
+        is_plausible(coefficients)
+        and 0 <= quality.r_squared <= 1
+        and 0 <= quality.worst_relative_error < math.inf
+        and 0 < quality.margin < math.inf
+        and points >= _LEAST_POINTS
+    )
+    return Fit(coefficients, quality, limit) if is_possible else None

@@ -109,6 +109,8 @@ def test_a_record_without_a_proper_key(store, key):
     ("part", "name", "value"),
     [
         ("coefficients", "a_bytes_per_token", 0),
+        ("coefficients", "a_bytes_per_token", 10**400),
+        ("coefficients", "fixed_bytes", 10**400),
         ("coefficients", "a_bytes_per_token", -90_000.0),
         ("coefficients", "a_bytes_per_token", 1e12),
         ("coefficients", "b_bytes_per_token_sq", -1.0),
@@ -120,6 +122,16 @@ def test_a_record_without_a_proper_key(store, key):
         ("coefficients", "fixed_bytes", float("nan")),
         ("coefficients", "fixed_bytes", 1e12),
         ("quality", "margin", None),
+        ("quality", "margin", -1.2),
+        ("quality", "margin", 0.0),
+        ("quality", "margin", 10**400),
+        ("quality", "r_squared", -1e300),
+        ("quality", "r_squared", 1.5),
+        ("quality", "worst_relative_error", -0.1),
+        ("quality", "points", 0),
+        ("quality", "points", 1),
+        ("quality", "points", 8.5),
+        ("quality", "points", True),
         ("quality", "margin", float("nan")),
         ("quality", "margin", float("inf")),
         ("quality", "surprise", 1.0),
@@ -131,6 +143,38 @@ def test_impossible_figures_are_misses(store, part, name, value):
     edited(store, lambda record: record[part].update({name: value}))
 
     assert "no probe can have given" in store.load(KEY)
+
+
+@pytest.mark.parametrize("limit", [0, -1, True, 5e8, "1", 10**400])
+def test_limits_that_no_probe_has_met_are_misses(store, limit):
+    """They are compared with what there is now."""
+    store.save(KEY, FIT)
+    edited(store, lambda record: record.update(limited_to_bytes=limit))
+
+    assert "no probe can have given" in store.load(KEY)
+
+
+def test_figures_longer_than_python_reads_are_misses(store):
+    """A file of 5000 digits is no reason not to start."""
+    store.save(KEY, FIT)
+    store.path.write_text(store.path.read_text().replace("90000.0", "9" * 5000))
+
+    assert "cannot be read" in store.load(KEY)
+
+
+def test_what_would_not_be_believed_is_not_saved(store):
+    """What was found to be far too low before goes as well: the next start measures again."""
+    store.save(KEY, FIT)
+    reason = store.save(KEY, attrs.evolve(FIT, coefficients=FIT.coefficients.scaled(8.0)))
+
+    assert "would not believe them" in reason
+    assert "a_bytes_per_token=720000.0" in reason
+    assert "there is no" in store.load(KEY)
+
+
+def test_what_would_not_be_believed_is_no_error_on_a_first_start(store):
+    """Nothing is there to be removed, not even the directory."""
+    assert "would not believe" in store.save(KEY, Fit(Coefficients(1.0, 0.0), FIT.quality))
 
 
 def test_missing_parts_are_misses(store):
