@@ -1,31 +1,33 @@
 """Environment variables → one frozen `Config`; every message about a bad value is made here."""
 
-import difflib
 import enum
 import logging
+import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 import attrs
 
+from ..domain.budget_override import LEGACY_TEXT_TOKENS
 from ..domain.errors import ConfigError
-from .environment import EnvironmentReader
+from .environment import MAX_SECONDS, EnvironmentReader
+from .ignored_settings import of_other_engines, unknown, without_effect
 from .log_filter import ROOT, parse_log_filter
 
 MAX_SEQ_LENGTH_LIMIT = 8192
 """BGE-M3 reads 8192 tokens: 8194 positions, two of which XLM-RoBERTa reserves."""
 
+MAX_TOKEN_BUDGET = 1_000_000_000
+"""A pass of so many tokens would need a thousand TiB."""
+
+MAX_COEFFICIENT = 10**12
+"""Bytes per token, or token pair; no machine has room for one text of that."""
+
 DEFAULT_WARMUP_SHAPES = tuple(
     (batch, tokens) for batch in (1, 2, 4, 8, 16, 32) for tokens in (128, 512, 2048, 8192)
 )
-
-WITHOUT_EFFECT_YET = {
-    "BGE_M3_TRT_WARMUP_SHAPES": "engines are built on first use",
-    "BGE_M3_WARMUP_ONLY": "the server starts as usual",
-}
-"""Variables that are checked but do nothing in this version, and what happens instead."""
 
 
 class ModelVariant(enum.Enum):
@@ -166,21 +168,23 @@ def load_config(environment: Mapping[str, str], platform: str) -> Config:
         max_batch=read.count("BGE_M3_MAX_BATCH", 256),
         max_seq_length=_max_seq_length(read),
         max_body_bytes=read.integer("BGE_M3_MAX_BODY_BYTES", 32 * 1024**2, minimum=1),
-        idle_timeout_seconds=read.integer("BGE_M3_IDLE_TIMEOUT_SECS", 300),
-        heartbeat_seconds=read.integer("BGE_M3_HEARTBEAT_SECS", 60),
+        idle_timeout_seconds=read.seconds("BGE_M3_IDLE_TIMEOUT_SECS", 300),
+        heartbeat_seconds=read.seconds("BGE_M3_HEARTBEAT_SECS", 60),
         queue_tokens=read.integer("BGE_M3_QUEUE_TOKENS", 4 * 1024**2, minimum=1),
         queue_bytes=read.integer("BGE_M3_QUEUE_BYTES", 512 * 1024**2, minimum=1),
         result_cache_bytes=read.integer("BGE_M3_RESULT_CACHE_BYTES", 0),
-        request_timeout_ms=read.integer("BGE_M3_REQUEST_TIMEOUT_MS", None, minimum=1),
-        read_timeout_seconds=read.integer("BGE_M3_READ_TIMEOUT_SECS", 30, minimum=1),
+        request_timeout_ms=read.integer(
+            "BGE_M3_REQUEST_TIMEOUT_MS", None, minimum=1, maximum=1000 * MAX_SECONDS
+        ),
+        read_timeout_seconds=read.seconds("BGE_M3_READ_TIMEOUT_SECS", 30, minimum=1),
         # TensorRT builds an engine inside the first chunk of a shape.
-        hang_timeout_seconds=read.integer(
+        hang_timeout_seconds=read.seconds(
             "BGE_M3_HANG_TIMEOUT_SECS",
             1800 if provider is ExecutionProvider.TENSORRT else 60,
             minimum=1,
         ),
-        shutdown_grace_seconds=read.integer("BGE_M3_SHUTDOWN_GRACE_SECS", 5),
-        drain_timeout_seconds=read.integer("BGE_M3_DRAIN_TIMEOUT_SECS", 30),
+        shutdown_grace_seconds=read.seconds("BGE_M3_SHUTDOWN_GRACE_SECS", 5),
+        drain_timeout_seconds=read.seconds("BGE_M3_DRAIN_TIMEOUT_SECS", 30),
         gpu_count=read.count("BGE_M3_GPU_COUNT", None),
         gpu_vram_budget_bytes=read.integer("BGE_M3_GPU_VRAM_BUDGET_BYTES", None, minimum=1),
         gpu_mem_limit_bytes=read.integer("BGE_M3_GPU_MEM_LIMIT_BYTES", None, minimum=1),
@@ -196,10 +200,15 @@ def load_config(environment: Mapping[str, str], platform: str) -> Config:
         disable_probe_cache=read.flag("BGE_M3_DISABLE_PROBE_CACHE"),
         available_memory_bytes=read.integer("BGE_M3_AVAILABLE_MEMORY_BYTES", None, minimum=1),
         memory_safety_factor=_memory_safety_factor(read),
-        token_budget=read.integer("BGE_M3_TOKEN_BUDGET", None, minimum=1),
-        onnx_batch_size=read.integer("BGE_M3_ONNX_BATCH_SIZE", None, minimum=1),
-        cost_model_a=read.number("BGE_M3_COST_MODEL_A", None),
-        cost_model_b=read.number("BGE_M3_COST_MODEL_B", None),
+        token_budget=read.integer("BGE_M3_TOKEN_BUDGET", None, minimum=1, maximum=MAX_TOKEN_BUDGET),
+        onnx_batch_size=read.integer(
+            "BGE_M3_ONNX_BATCH_SIZE",
+            None,
+            minimum=1,
+            maximum=MAX_TOKEN_BUDGET // LEGACY_TEXT_TOKENS,
+        ),
+        cost_model_a=read.number("BGE_M3_COST_MODEL_A", None, minimum=0, maximum=MAX_COEFFICIENT),
+        cost_model_b=read.number("BGE_M3_COST_MODEL_B", None, minimum=0, maximum=MAX_COEFFICIENT),
         log_format=read.choice(
             "BGE_M3_LOG_FORMAT",
             LogFormat.AUTO,
@@ -216,14 +225,20 @@ def load_config(environment: Mapping[str, str], platform: str) -> Config:
             f"BGE_M3_MODEL to auto, fp16 or fp32 for {provider.value}, or BGE_M3_EP to cpu or "
             "openvino"
         )
+    if config.cost_model_a == config.cost_model_b == 0:
+        read.problems.append(
+            "BGE_M3_COST_MODEL_A=0 and BGE_M3_COST_MODEL_B=0: a pass cannot cost nothing; set what "
+            "was measured, or leave both unset to have it measured"
+        )
     if read.problems:
         raise ConfigError("invalid configuration:\n  " + "\n  ".join(read.problems))
     return attrs.evolve(
         config,
         notices=(
             *read.notices,
-            *_without_effect(environment),
-            *_unknown(environment, read.asked),
+            *of_other_engines(environment, provider.value),
+            *without_effect(environment),
+            *unknown(environment, read.asked),
         ),
     )
 
@@ -246,7 +261,7 @@ def _parse_directory(raw: str) -> Path:
 
 def _max_seq_length(read: EnvironmentReader) -> int:
     name = "BGE_M3_MAX_SEQ_LENGTH"
-    requested = read.integer(name, MAX_SEQ_LENGTH_LIMIT)
+    requested = read.integer(name, MAX_SEQ_LENGTH_LIMIT, minimum=-math.inf, maximum=math.inf)
     if 1 <= requested <= MAX_SEQ_LENGTH_LIMIT:
         return requested
     read.notices.append(
@@ -270,27 +285,8 @@ def _warmup_shapes(read: EnvironmentReader) -> tuple[tuple[int, int], ...]:
     name = "BGE_M3_TRT_WARMUP_SHAPES"
     shapes = []
     for token in filter(None, map(str.strip, read.text(name, "").split(","))):
-        batch, _, tokens = token.partition("x")
-        if batch.isascii() and batch.isdigit() and tokens.isascii() and tokens.isdigit():
-            shapes.append((int(batch), int(tokens)))
+        if match := re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})", token):
+            shapes.append((int(match[1]), int(match[2])))
         else:
             read.notices.append(f"{name}: skipping {token!r}, expected BxL such as 4x512")
     return tuple(shapes) or DEFAULT_WARMUP_SHAPES
-
-
-def _without_effect(environment: Mapping[str, str]) -> list[str]:
-    return [
-        f"{name} is set but has no effect yet in this version: {instead}"
-        for name, instead in WITHOUT_EFFECT_YET.items()
-        if environment.get(name)
-    ]
-
-
-def _unknown(environment: Mapping[str, str], known: Collection[str]) -> list[str]:
-    notices = []
-    for name in sorted(environment):
-        if name.startswith("BGE_M3_") and name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            notices.append(f"{name} is not a variable of this server and is ignored{hint}")
-    return notices

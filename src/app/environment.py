@@ -1,5 +1,7 @@
 """Reading typed values out of environment variables, collecting every problem on the way."""
 
+import math
+import re
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -9,8 +11,16 @@ Value = TypeVar("Value")
 MAX_COUNT = 4096
 """More workers, threads, devices or texts per request are a slip of the hand."""
 
+MAX_INTEGER = 1 << 60
+"""An EiB; sums of a few such figures still have less than 64 bits."""
+
+MAX_SECONDS = 4_000_000_000
+"""126 years; Python's threads wait for at most 292 (`threading.TIMEOUT_MAX`)."""
+
 _TRUE = frozenset({"1", "true", "yes"})
 _FALSE = frozenset({"0", "false", "no"})
+_WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,4000}")
+"""Python refuses to read more than 4300 digits (`sys.get_int_max_str_digits`)."""
 
 
 class EnvironmentReader:
@@ -48,38 +58,52 @@ class EnvironmentReader:
             self.problems.append(f"{name}={raw!r}: {error}")
             return default
 
-    def integer(self, name: str, default: Default, *, minimum: int = 0) -> int | Default:
-        """A whole number of at least `minimum`."""
+    def integer(
+        self,
+        name: str,
+        default: Default,
+        *,
+        minimum: float = 0,
+        maximum: float = MAX_INTEGER,
+    ) -> int | Default:
+        """A whole number within bounds."""
 
         def parse(raw: str) -> int:
-            if not raw.isascii() or not raw.removeprefix("+").isdigit():
-                raise ValueError(f"expected a whole number >= {minimum}")
-            if int(raw) < minimum:
-                raise ValueError(f"expected a whole number >= {minimum}")
+            if not _WHOLE_NUMBER.fullmatch(raw) or not minimum <= int(raw) <= maximum:
+                raise ValueError(f"expected a whole number{_between(minimum, maximum)}")
             return int(raw)
 
         return self.parsed(name, default, parse)
 
+    def seconds(self, name: str, default: Default, *, minimum: int = 0) -> int | Default:
+        """Whole seconds of up to `MAX_SECONDS`."""
+        return self.integer(name, default, minimum=minimum, maximum=MAX_SECONDS)
+
     def count(self, name: str, default: Default) -> int | Default:
         """A whole number of up to `MAX_COUNT`; 0 is bent to 1."""
-        value = self.integer(name, default)
-        if isinstance(value, int) and value > MAX_COUNT:
-            self.problems.append(f"{name}={value}: expected a whole number of 1 to {MAX_COUNT}")
+        value = self.integer(name, default, maximum=MAX_COUNT)
         if value == 0:
             self.notices.append(f"{name}=0 is below the minimum; using 1")
             return 1
         return value
 
-    def number(self, name: str, default: Default, *, minimum: float = 0.0) -> float | Default:
-        """A finite number of at least `minimum`."""
+    def number(
+        self,
+        name: str,
+        default: Default,
+        *,
+        minimum: float = -math.inf,
+        maximum: float = math.inf,
+    ) -> float | Default:
+        """A finite number within bounds."""
 
         def parse(raw: str) -> float:
-            allowed = f"expected a finite number >= {minimum:g}"
+            allowed = f"expected a finite number{_between(minimum, maximum)}"
             try:
                 value = float(raw)
             except ValueError:
                 raise ValueError(allowed) from None
-            if not minimum <= value < float("inf"):
+            if not math.isfinite(value) or not minimum <= value <= maximum:
                 raise ValueError(allowed)
             return value
 
@@ -104,3 +128,7 @@ class EnvironmentReader:
             return choices[raw]
 
         return self.parsed(name, default, parse)
+
+
+def _between(minimum: float, maximum: float) -> str:
+    return "" if math.isinf(minimum) else f" of {minimum} to {maximum}"

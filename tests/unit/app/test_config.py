@@ -8,13 +8,13 @@ import pytest
 from bge_m3_server.adapters.memory.cpu_count import cpu_count
 from bge_m3_server.app.config import (
     DEFAULT_WARMUP_SHAPES,
-    WITHOUT_EFFECT_YET,
     ExecutionProvider,
     LogFormat,
     ModelVariant,
     load_config,
 )
 from bge_m3_server.app.container.model import intra_threads
+from bge_m3_server.app.ignored_settings import ONLY_WITH, WITHOUT_EFFECT_YET
 from bge_m3_server.domain.errors import ConfigError
 
 CPUS = cpu_count()
@@ -89,6 +89,9 @@ def test_macos_defaults_to_coreml():
         ("BGE_M3_GPU_COUNT", "0", "gpu_count", 1),
         ("BGE_M3_MAX_SEQ_LENGTH", "99999", "max_seq_length", 8192),
         ("BGE_M3_MAX_SEQ_LENGTH", "0", "max_seq_length", 8192),
+        ("BGE_M3_MAX_SEQ_LENGTH", "-5", "max_seq_length", 8192),
+        ("BGE_M3_MAX_SEQ_LENGTH", "9" * 401, "max_seq_length", 8192),
+        ("BGE_M3_MEMORY_SAFETY_FACTOR", "-1", "memory_safety_factor", 0.1),
         ("BGE_M3_MEMORY_SAFETY_FACTOR", "0.0", "memory_safety_factor", 0.1),
         ("BGE_M3_MEMORY_SAFETY_FACTOR", "2.0", "memory_safety_factor", 1.0),
     ],
@@ -141,6 +144,19 @@ def test_an_invalid_value_is_refused_by_name(name, value):
         config(**{name: value})
 
 
+@pytest.mark.parametrize("name", ONLY_WITH)
+@pytest.mark.parametrize("engine", ["auto", "openvino", "cpu", "cuda", "tensorrt", "coreml"])
+def test_a_setting_of_another_engine_is_pointed_out(name, engine):
+    """It is ignored, which is worth a word; one of this engine is not."""
+    value = "default" if name.endswith("STRATEGY") else "1"
+    notices = config(**{name: value, "BGE_M3_EP": engine}).notices
+
+    assert any(
+        notice.startswith(f"{name} counts only with ") and notice.endswith(f"with {engine}")
+        for notice in notices
+    ) == (engine not in ONLY_WITH[name])
+
+
 def test_the_preview_has_no_directory(tmp_path):
     """Two answers to what is to be served are one too many."""
     with pytest.raises(ConfigError, match="set only one of them"):
@@ -187,6 +203,7 @@ def test_ipv6_addresses_can_be_bound():
         ("1x128,bad,1x512", ((1, 128), (1, 512))),
         ("4x256,1x8192", ((4, 256), (1, 8192))),
         ("bad,also_bad,nope", DEFAULT_WARMUP_SHAPES),
+        (f"1x{'9' * 5000},4x256", ((4, 256),)),
         (" ", DEFAULT_WARMUP_SHAPES),
     ],
 )
