@@ -3,6 +3,7 @@
 .venv/bin/python -m benchmarks.faults [seconds]
 """
 
+import argparse
 import asyncio
 import json
 import logging
@@ -177,8 +178,13 @@ async def _is_healthy(client: Client) -> bool:
 
 def main() -> None:
     """Print the figures; exit code 1 when something is not acceptable."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("seconds", type=float, nargs="?", default=600)
+    seconds = parser.parse_args().seconds
     logging.disable()  # each fault would be told
-    report = run(float(sys.argv[1]) if len(sys.argv) > 1 else 600)
+    report = run(seconds)
     print(f"faults: {report.faults}")
     print(f"answers: {dict(report.tally.answers)}, to poison: {dict(report.poisoned.answers)}")
     print(f"hanging workers in /health: {report.hangs_told} told, {report.hangs_hidden} hidden")

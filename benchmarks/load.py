@@ -3,6 +3,7 @@
 .venv/bin/python -m benchmarks.load [seconds]
 """
 
+import argparse
 import asyncio
 import sys
 import time
@@ -117,7 +118,11 @@ def run(seconds: float) -> LoadReport:
 
 def main() -> None:
     """Print the figures; exit code 1 when something is not acceptable."""
-    report = run(float(sys.argv[1]) if len(sys.argv) > 1 else 600)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("seconds", type=float, nargs="?", default=600)
+    report = run(parser.parse_args().seconds)
     print(f"small: {dict(report.small.answers)}, bulk: {dict(report.bulk.answers)}")
     print(f"wrong: {report.small.wrong + report.bulk.wrong}")
     print(f"resets: {report.small.resets + report.bulk.resets}")

@@ -6,6 +6,7 @@ requests of one text of 8192 tokens, and again and again during mixed requests o
     .venv/bin/python -m benchmarks.soak [requests]
 """
 
+import argparse
 import random
 import sys
 import tempfile
@@ -136,7 +137,11 @@ def _status_bytes(server: ServerProcess, field: str) -> int:
 
 def main() -> None:
     """Print the figures; exit code 1 when something is not acceptable."""
-    report = run(int(sys.argv[1]) if len(sys.argv) > 1 else 5000)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("requests", type=int, nargs="?", default=5000)
+    report = run(parser.parse_args().requests)
     print(f"before: {_mib(report.before_bytes)}, peak: {_mib(report.peak_bytes)}")
     print(f"after a text of {LONGEST_TOKENS} tokens: {', '.join(map(_mib, report.after_bytes))}")
     print(f"during mixed requests: {', '.join(map(_mib, report.mixed_bytes))}")
