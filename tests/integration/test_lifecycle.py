@@ -143,6 +143,63 @@ def test_a_client_that_connects_at_the_last_moment_gets_an_answer(preview):
         assert server.process.wait(timeout=30) == 3
 
 
+@pytest.mark.parametrize("is_cut_short", [False, True])
+def test_clients_that_come_until_the_end_are_answered_or_refused(preview, is_cut_short):
+    """Those that the kernel has accepted, and those that ask again on a kept connection, too."""
+    grace_seconds = "60" if is_cut_short else "1"
+    with (
+        running_server({**preview, "BGE_M3_SHUTDOWN_GRACE_SECS": grace_seconds}) as server,
+        ThreadPoolExecutor(48) as threads,
+    ):
+        clients = [threads.submit(ask_until_refused, server) for _ in range(48)]
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGTERM)
+        if is_cut_short:
+            server.wait_for_log("Stopping: not ready any more")
+            time.sleep(0.5)  # a second signal at once would count as the first
+            server.process.send_signal(signal.SIGTERM)
+
+        assert server.process.wait(timeout=60) == (3 if is_cut_short else 0)
+        assert {status for client in clients for status in client.result()} <= {200, 503}
+        assert any("has been answered" in line for line in server.log) != is_cut_short
+
+
+def ask_until_refused(server):
+    """Statuses, from as many connections as it takes; a connection that is reset raises."""
+    statuses = []
+    while True:
+        connection = HTTPConnection(*address_of(server), timeout=30)
+        try:
+            connection.connect()
+        except ConnectionRefusedError:
+            return statuses
+        while connection.sock:  # None once an answer has said that it was the last
+            body = b'{"input":"a"}'
+            headers = {"content-type": "application/json"}
+            connection.request("POST", "/v1/embeddings", body, headers)
+            answer = connection.getresponse()
+            answer.read()
+            statuses.append(answer.status)
+
+
+def test_a_kept_connection_may_ask_once_more_when_the_listener_has_closed(preview):
+    """Its client has not been told that the connection ends."""
+    with running_server(preview) as server:
+        connection = HTTPConnection(*address_of(server), timeout=30)
+        connection.auto_open = False
+        connection.connect()
+        connection.request("GET", "/live")
+        connection.getresponse().read()
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for_log("Shutting down")
+        connection.request("GET", "/live")
+        answer = connection.getresponse()
+        answer.read()
+
+        assert (answer.status, answer.getheader("connection")) == (200, "close")
+        assert server.process.wait(timeout=30) == 0
+
+
 def test_connections_outlive_their_idle_clients_and_end_with_the_grace_period(preview):
     """Nobody sends into one that closes: it is kept until an answer says that it was the last."""
     with running_server({**preview, "BGE_M3_SHUTDOWN_GRACE_SECS": "60"}) as server:
