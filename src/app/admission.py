@@ -56,7 +56,7 @@ class Admission:
     second queue outside. Its length in tokens is kept here: it moves as fast as the real one.
 
     `chance`: a number from 0 to 1, another one at each call.
-    `held_bytes`: what all admitted requests hold.
+    `held_bytes`: what all admitted requests hold, and bodies that are not decoded yet.
     `arriving_tokens`: a guess for those whose texts are not tokenised yet.
     """
 
@@ -99,6 +99,38 @@ class Admission:
             yield
         finally:
             self.held_bytes -= needed_bytes
+
+    @contextlib.contextmanager
+    def receiving(
+        self, waiting_tokens: int, tokens_per_second: float | None
+    ) -> Iterator[Callable[[int], None]]:
+        """Count a body while it is received and decoded: the block is given what counts more of it.
+
+        That raises `QueueFullError` when it does not fit. A body that has all room to itself always
+        does: how long one may be is not decided here.
+        """
+        body_bytes = 0
+
+        def grow(more_bytes: int) -> None:
+            nonlocal body_bytes
+            excess_bytes = self.held_bytes + more_bytes - self.limit_bytes
+            if excess_bytes > 0 and self.held_bytes > body_bytes:
+                taken_tokens = waiting_tokens + self.arriving_tokens
+                excess = taken_tokens * excess_bytes // self.held_bytes
+                speed = tokens_per_second if taken_tokens else None  # that of the clients, then
+                about_tokens = more_bytes // _CHARACTERS_PER_TOKEN
+                taken = (
+                    f"{self.held_bytes} of {self.limit_bytes} bytes are taken, and this body needs "
+                    f"{more_bytes} more"
+                )
+                raise self._full(taken, excess, about_tokens, speed)
+            self.held_bytes += more_bytes
+            body_bytes += more_bytes
+
+        try:
+            yield grow
+        finally:
+            self.held_bytes -= body_bytes
 
     @contextlib.contextmanager
     def arriving(

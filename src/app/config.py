@@ -171,7 +171,7 @@ def load_config(environment: Mapping[str, str], platform: str) -> Config:
         idle_timeout_seconds=read.seconds("BGE_M3_IDLE_TIMEOUT_SECS", 300),
         heartbeat_seconds=read.seconds("BGE_M3_HEARTBEAT_SECS", 60),
         queue_tokens=read.integer("BGE_M3_QUEUE_TOKENS", 4 * 1024**2, minimum=1),
-        queue_bytes=read.integer("BGE_M3_QUEUE_BYTES", 512 * 1024**2, minimum=1),
+        queue_bytes=read.integer("BGE_M3_QUEUE_BYTES", 128 * 1024**2, minimum=1),
         result_cache_bytes=read.integer("BGE_M3_RESULT_CACHE_BYTES", 0),
         request_timeout_ms=read.integer(
             "BGE_M3_REQUEST_TIMEOUT_MS", None, minimum=1, maximum=1000 * MAX_SECONDS

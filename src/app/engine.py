@@ -10,6 +10,7 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 
 import attrs
 
@@ -53,7 +54,7 @@ class EngineSettings:
 
     workers: int = 2
     queue_tokens: int = 4 * 1024**2
-    queue_bytes: int = 512 * 1024**2
+    queue_bytes: int = 128 * 1024**2
     hang_timeout_seconds: float = 60.0
     request_timeout_seconds: float | None = None
     supervisor: SupervisorSettings = attrs.field(factory=SupervisorSettings)
@@ -194,6 +195,11 @@ class Engine:
         deadline = None if timeout is None else self._clock() + timeout
         async with within(timeout):
             return await self._embed(texts, heads, inputs or range(len(texts)), deadline)
+
+    def receiving(self) -> AbstractContextManager[Callable[[int], None]]:
+        """Bytes of bodies that are not decoded yet; see `Admission.receiving`."""
+        pool = self._pool.status()
+        return self._admission.receiving(pool.waiting_tokens, pool.tokens_per_second)
 
     async def canary(self) -> CanaryReport:
         """Run a few tokens before all waiting work; a recent report is given again.

@@ -104,7 +104,7 @@ class Tuning:
 class QueueStatus:
     """The queue, its bounds and how fast it moves.
 
-    `held_bytes`: texts, ids and answers of all requests that are under way.
+    `held_bytes`: bodies, texts, ids and answers of all requests that are under way.
     `drain_tokens_per_second`: None until work has been measured.
     """
 

@@ -29,5 +29,11 @@ def validate_texts(texts: Sequence[str], max_batch: int) -> None:
 
 
 def replace_lone_surrogates(text: str) -> str:
-    """Replace code points that no encoding can carry with U+FFFD; other text is unchanged."""
+    """Replace code points that no encoding can carry with U+FFFD; other text is not even copied."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        pass
+    else:
+        return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -146,6 +146,7 @@ class Container(containers.DeclarativeContainer):
             HttpLimits,
             max_batch=config.provided.max_batch,
             max_body_bytes=config.provided.max_body_bytes,
+            receiving=engine.provided.receiving,
         ),
         telemetry=telemetry,
         version=__version__,

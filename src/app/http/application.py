@@ -6,12 +6,14 @@ from typing import Any
 
 import attrs
 from litestar import Litestar
+from litestar.datastructures import State
 from litestar.di import Provide
 from litestar.enums import HttpMethod, ScopeType
 from litestar.types import Receive, Scope, Send
 
 from ...domain.ports import Clock, Telemetry
 from ..service import EmbeddingService
+from .bodies import BODY_ROOM, BodyRoom, Receiving, without_bound
 from .docs import openapi_config
 from .embedding_door import EmbeddingDoor
 from .errors import answer_error, refuse_at_the_end
@@ -27,10 +29,11 @@ PROBES = {"/live", "/ready", "/health"}
 
 @attrs.frozen
 class HttpLimits:
-    """What one request may ask for: texts, and bytes of its body."""
+    """What one request may ask for, texts and bytes of its body; and how all bodies are counted."""
 
     max_batch: int
     max_body_bytes: int
+    receiving: Receiving = without_bound
 
 
 def create_app(
@@ -61,6 +64,7 @@ def create_app(
         },
         exception_handlers={Exception: answer_error},
         before_send=[send_request_id],
+        state=State({BODY_ROOM: BodyRoom(limits.receiving)}),
         request_max_body_size=limits.max_body_bytes,
         openapi_config=openapi_config(version),
         logging_config=None,  # the process decides how it logs

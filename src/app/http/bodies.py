@@ -6,10 +6,14 @@ repeated keys and NaN be refused.
 """
 
 import asyncio
+import contextlib
 import json
 import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn, TypeVar
 
+import attrs
 import msgspec
 from litestar import Request
 from litestar.connection import ASGIConnection
@@ -23,12 +27,18 @@ from .errors import CLIENT_CLOSED_REQUEST
 T = TypeVar("T", bound=msgspec.Struct)
 
 INLINE_BODY_BYTES = 64 * 1024
-"""Bodies up to this size are decoded on the event loop; a thread costs more than they do."""
+"""Bodies up to this size are decoded on the event loop; a thread costs more than they do. Nor are
+they counted: a connection has buffers of this size, and a query is not kept out by bulk uploads."""
+
+MAX_WIDE_BYTES = 16 * 1024**2
+"""Bodies up to this size are decoded exactly if a character of four bytes is in them: it makes all
+characters of the document take as much, and then those of each text that has one."""
 
 MAX_EXACT_VALUES = 100_000
 """Signs of structure up to which a body is decoded exactly; texts have some too, as commas."""
 
 _VALUE_BYTES = (b",", b"[", b"{", b":")
+_FOUR_BYTE_LEADS = (b"\xf0", b"\xf1", b"\xf2", b"\xf3", b"\xf4")
 _TOKEN_ID_SHAPE = re.compile(r"got `(int|array)` - at `\$\.input\[")
 _JSON_MEDIA_TYPE = re.compile(r"application/(json|[^\s;/]+\+json)\s*(;.*)?", re.IGNORECASE)
 _SHAPE_PATH = re.compile(r"`\$\.?(?P<path>[^`]*)`$|missing required field `(?P<missing>[^`]*)`")
@@ -50,15 +60,67 @@ async def require_json(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRo
         )
 
 
+Receiving = Callable[[], AbstractContextManager[Callable[[int], None]]]
+"""Begins to count a body; what its block is given counts more bytes of it, or raises."""
+
+BODY_ROOM = "body_room"
+"""Where the application's state has its `BodyRoom`."""
+
+
+@contextlib.contextmanager
+def without_bound() -> Iterator[Callable[[int], None]]:
+    """A `Receiving` that counts nothing."""
+    yield lambda _: None
+
+
+@attrs.frozen
+class BodyRoom:
+    """The memory that bodies of all requests take until they are decoded.
+
+    `decoding`: whose turn it is. To decode a body takes several times its size, for a moment.
+    """
+
+    receiving: Receiving
+    decoding: asyncio.Lock = attrs.field(factory=asyncio.Lock)
+
+
 class JsonRequest(Request[Any, Any, Any]):
     """A request whose JSON body becomes the type that the route's `data` argument names."""
 
     async def body(self) -> bytes:
+        """What Litestar looks at before it calls `json`, which reads the body: nothing keeps it."""
+        return b"unread"
+
+    async def json(self) -> Any:  # noqa: ANN401  the type is the route's
+        """Read, decode and check the body; nothing of it is kept.
+
+        Raises:
+            QueueFullError: there is no room for it at the moment.
+        """
+        room: BodyRoom = self.app.state[BODY_ROOM]
+        shape = self.route_handler.parsed_fn_signature.parameters["data"].annotation
+        with room.receiving() as count:
+            body = await self._read(count)
+            if len(body) <= INLINE_BODY_BYTES:
+                return decode_body(body, shape)
+            async with room.decoding:
+                return await asyncio.to_thread(decode_body, body, shape)
+
+    async def _read(self, count: Callable[[int], None]) -> bytearray:
         """The whole body; reading stops as soon as it is too long."""
+        limit = self.route_handler.resolve_request_max_body_size() or 0
+        announced = self.content_length or 0
+        body, counted = bytearray(), 0
         try:
-            body = await super().body()
+            if INLINE_BODY_BYTES < announced <= limit:
+                counted = announced
+                count(counted)
+            async for piece in self.stream():
+                body += piece
+                if len(body) > max(counted, INLINE_BODY_BYTES):
+                    count(len(body) - counted)
+                    counted = len(body)
         except RequestEntityTooLarge:
-            limit = self.route_handler.resolve_request_max_body_size()
             message = f"request body exceeds maximum {limit} bytes; send fewer texts per request"
             raise RequestEntityTooLarge(message) from None
         except InternalServerException as error:
@@ -67,16 +129,8 @@ class JsonRequest(Request[Any, Any, Any]):
             raise ClientException("request body is empty; a JSON object is expected")
         return body
 
-    async def json(self) -> Any:  # noqa: ANN401  the type is the route's
-        """Decode and check the body, off the event loop when it is big."""
-        body = await self.body()
-        shape = self.route_handler.parsed_fn_signature.parameters["data"].annotation
-        if len(body) > INLINE_BODY_BYTES:
-            return await asyncio.to_thread(decode_body, body, shape)
-        return decode_body(body, shape)
 
-
-def decode_body(body: bytes, shape: type[T]) -> T:
+def decode_body(body: bytes | bytearray, shape: type[T]) -> T:
     """Decode JSON into a msgspec struct.
 
     Raises:
@@ -84,8 +138,10 @@ def decode_body(body: bytes, shape: type[T]) -> T:
         InvalidInputError: `input` holds token ids.
         HTTPException: 422, valid JSON of the wrong shape; the message names the field.
     """
-    if sum(map(body.count, _VALUE_BYTES)) > MAX_EXACT_VALUES:
-        return _decode_many_values(body, shape)
+    if sum(map(body.count, _VALUE_BYTES)) > MAX_EXACT_VALUES or (
+        len(body) > MAX_WIDE_BYTES and any(lead in body for lead in _FOUR_BYTE_LEADS)
+    ):
+        return _decode_lean(body, shape)
     try:
         value = _DECODER.decode(body.decode("utf-8-sig"))
     except RecursionError:
@@ -104,11 +160,12 @@ def decode_body(body: bytes, shape: type[T]) -> T:
         raise _shape_error(error) from None
 
 
-def _decode_many_values(body: bytes, shape: type[T]) -> T:
+def _decode_lean(body: bytes | bytearray, shape: type[T]) -> T:
     """Decode without building what no field asks for, and only up to the first wrong value.
 
-    The exact decoder would hold the interpreter for seconds over millions of values. This one
-    takes the last of repeated keys, and refuses lone surrogates.
+    The exact decoder would hold the interpreter for seconds over millions of values, and makes the
+    whole document a string before it begins. This one takes the last of repeated keys, and refuses
+    lone surrogates.
     """
     try:
         return msgspec.json.decode(body, type=shape)

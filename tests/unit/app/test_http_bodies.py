@@ -1,9 +1,10 @@
 """From the bytes of a body to a typed request."""
 
 import json
+import tracemalloc
 
 import pytest
-from bge_m3_server.app.http.bodies import decode_body
+from bge_m3_server.app.http.bodies import MAX_WIDE_BYTES, decode_body
 from bge_m3_server.app.http.schemas import EmbeddingsRequest, SparseEmbeddingsRequest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,6 +39,20 @@ def test_any_bytes_are_refused_politely(body):
     with pytest.raises(HTTPException) as caught:
         decode_body(body, EmbeddingsRequest)
     assert caught.value.status_code in {400, 422}
+
+
+def test_a_document_of_wide_characters_is_not_made_a_string():
+    """One emoji makes each character of it take four bytes: its texts are decoded one by one."""
+    texts = ["x" * 30_000 + "\N{GRINNING FACE}", "y" * 30_000]
+    body = json.dumps({"input": texts}, ensure_ascii=False).encode().ljust(MAX_WIDE_BYTES + 1)
+    tracemalloc.start()
+    try:
+        request = decode_body(body, SparseEmbeddingsRequest)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert request == SparseEmbeddingsRequest(input=texts)
+    assert peak_bytes < MAX_WIDE_BYTES
 
 
 @pytest.mark.parametrize("value", [True, 1.5, [], [[]], [True], ["1"], {}, None])
