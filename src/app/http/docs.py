@@ -57,7 +57,7 @@ HEALTH_EXAMPLE: Mapping[str, Any] = {
         "waiting_tokens": 540,
         "limit_tokens": 4194304,
         "held_bytes": 61440,
-        "limit_bytes": 536870912,
+        "limit_bytes": 134217728,
         "drain_tokens_per_second": 2100.0,
     },
     "max_seq_length": 8192,
