@@ -74,6 +74,15 @@ def test_requests_before_their_turn_are_answered_in_order(address):
     assert re.findall(rb"x-request-id: (\d+)", answers) == [b"%d" % i for i in range(301)]
 
 
+def test_a_client_may_leave_amid_requests_before_their_turn(address):
+    """What it has sent is forgotten, and the server goes on."""
+    with socket.create_connection((address.host, address.port), timeout=10) as client:
+        client.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n" * 20_000)
+    assert address.exchange(
+        b"GET /live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    ).startswith(b"HTTP/1.1 200 ")
+
+
 def test_a_client_that_reads_nothing_is_not_read_from(address):
     """It can send no more than the kernel holds: the server does not collect its requests."""
     requests = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n" * 3000

@@ -31,7 +31,6 @@ PIECE_BYTES = 4096
 """So much is parsed at a time: what follows a request in the same piece, up to 150 of the shortest
 requests, is taken in before its answer, and a head may be longer than allowed by two pieces."""
 
-
 TOO_MUCH_HEAD = Failure(
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
     "invalid_request_error",
@@ -206,8 +205,8 @@ class _Flow(FlowControl):
         self._is_ahead = is_ahead
 
     def resume_reading(self) -> None:
-        """Read on, unless there is enough to do."""
-        if not self._is_ahead():
+        """Read on, unless there is enough to do, or nothing will come."""
+        if not self._is_ahead() and not self._transport.is_closing():
             super().resume_reading()
 
 
