@@ -12,7 +12,9 @@ from bge_m3_server.app.http.application import HttpLimits, create_app
 from bge_m3_server.domain import NoTelemetry
 
 from tests.support.fake_service import FakeService
+from tests.support.preview_fixture import preview_cache_dir
 from tests.support.serve import serve
+from tests.support.server_process import running_server
 
 LIMIT_BYTES = 1_000_000
 BODY = json.dumps({"input": "a"}).encode().ljust(600_000)
@@ -95,3 +97,23 @@ def test_a_body_that_is_refused_gives_its_room_back(address, room, body):
     """Whatever becomes of it, nothing of it is kept."""
     assert post(address, body).status_code in {400, 422}
     assert room.held_bytes == 0
+
+
+def test_a_server_counts_bodies_with_everything_else():
+    """`/health` shows them among the bytes of all requests, bounded by the same setting."""
+    settings = {
+        "BGE_M3_MODEL": "preview",
+        "BGE_M3_CACHE_DIR": str(preview_cache_dir()),
+        "BGE_M3_QUEUE_BYTES": str(LIMIT_BYTES),
+    }
+    with running_server(settings) as server:
+        url = httpx.URL(server.url)
+        with socket.create_connection((url.host, url.port), 10) as client:
+            client.sendall(ANNOUNCED)
+            until(lambda: health(server)["held_bytes"] == len(BODY))
+            assert post(server, BODY).status_code == 429
+        until(lambda: health(server)["held_bytes"] == 0)
+
+
+def health(server):
+    return httpx.get(f"{server.url}/health").json()["queue"]
