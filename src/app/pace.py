@@ -48,9 +48,9 @@ class Pace:
     passed: Passed = attrs.field(factory=Passed, init=False)
 
     def assume(self, seconds_per_position: float | None) -> None:
-        """Expect this until a chunk has succeeded; None expects nothing."""
+        """Expect this until a chunk has succeeded; None, or too little to measure, is nothing."""
         if self.seconds_per_token is None:
-            self.seconds_per_position = seconds_per_position
+            self.seconds_per_position = seconds_per_position or None
 
     def record(self, task: Task, seconds: float) -> None:
         """Take one more chunk into account; the first one replaces what was assumed."""

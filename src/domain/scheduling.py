@@ -126,6 +126,12 @@ class Scheduler:
         """Tokens of these texts."""
         return self._waiting_tokens
 
+    @property
+    def has_urgent(self) -> bool:
+        """Urgent texts wait; the next chunk is theirs."""
+        first = self._first_by_start()
+        return first is not None and first[0] == _FIRST_OF_ALL
+
     def submit(
         self,
         lengths: Sequence[int],
@@ -219,17 +225,25 @@ class Scheduler:
         return ScheduledChunk(tuple(texts), max(text.tokens for text in texts))
 
     def _choose_lead(self) -> int | None:
-        while self._by_start and self._by_start[0][-1] not in self._owners:
-            heapq.heappop(self._by_start)
-        if not self._by_start:
+        first = self._first_by_start()
+        if first is None:
             return None
-        start, _, sequence = self._by_start[0]
+        start, sequence = first
         if start == _FIRST_OF_ALL:
             return sequence
         oldest = next(iter(self._requests.values()))
         is_aged = self._clock() - oldest.served_at >= self._aging_seconds
         self._age_led_last = is_aged and not self._age_led_last
         return next(iter(oldest.waiting)) if self._age_led_last else sequence
+
+    def _first_by_start(self) -> tuple[float, int] | None:
+        """The lowest start tag of all that wait, and whose it is."""
+        while self._by_start and self._by_start[0][-1] not in self._owners:
+            heapq.heappop(self._by_start)
+        if not self._by_start:
+            return None
+        start, _, sequence = self._by_start[0]
+        return start, sequence
 
     def _let_fall_due(self) -> None:
         while self._not_due and self._not_due[0][0] <= self._virtual_time:
@@ -270,8 +284,12 @@ class Scheduler:
         return text
 
     def _forget_if_served(self, request: _Request) -> None:
-        if not request.waiting:
-            del self._requests[request.number]
+        if request.waiting:
+            return
+        del self._requests[request.number]
+        if len(self._deadlines) > 2 * len(self._requests) + 64:  # mostly requests that are gone
+            self._deadlines = [entry for entry in self._deadlines if entry[-1] in self._requests]
+            heapq.heapify(self._deadlines)
 
 
 def _place(by_length: _ByLength, tokens: int, sequence: int) -> int | None:

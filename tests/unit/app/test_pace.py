@@ -71,6 +71,16 @@ def test_the_first_chunk_is_judged_by_what_loading_took():
     assert pace.seconds_per_position == pytest.approx(1e-4)
 
 
+def test_a_pass_too_short_to_measure_tells_nothing():
+    """A coarse clock may say that loading's short pass took no time at all."""
+    pace = Pace()
+    pace.assume(0.0)
+
+    assert pace.position_limit(10**6, 1) is None
+    assert pace.top_up_positions() == 512
+    assert pace.suspect_seconds(task(1, 8)) == float("inf")
+
+
 def test_an_honest_long_chunk_is_not_suspect():
     """A text of 8192 tokens takes more than twice as long per token as those measured so far."""
     pace = pace_of(1000)

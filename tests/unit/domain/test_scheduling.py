@@ -1,5 +1,6 @@
 """The scheduler by simulation: a fake clock, invented requests, workers that are only numbers."""
 
+import tracemalloc
 from collections import Counter
 
 import attrs
@@ -277,6 +278,50 @@ def test_an_empty_request_leaves_nothing_behind():
     scheduler.submit([])
 
     assert scheduler.take(BUDGET) is None
+
+
+def test_served_requests_leave_no_deadlines_behind():
+    """A server with far deadlines does not grow with every request that it answers."""
+    scheduler = Scheduler(FakeClock())
+    scheduler.submit([5], deadline=1e9)
+
+    def serve(count):
+        for _ in range(count):
+            number = scheduler.submit([2], deadline=1e9)
+            scheduler.cancel(number)
+
+    serve(200)  # the lists have their size
+    tracemalloc.start()
+    try:
+        serve(5000)
+        grown_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert grown_bytes < 100 * 200
+
+
+def test_deadlines_still_hold_after_many_served_requests():
+    """Only entries of requests that are gone are forgotten."""
+    clock = FakeClock()
+    scheduler = Scheduler(clock)
+    numbers = [scheduler.submit([10], deadline=10.0 + number) for number in range(3)]
+    for _ in range(500):
+        scheduler.cancel(scheduler.submit([5], deadline=5.0))
+    clock.advance(11.5)
+
+    assert scheduler.expire() == numbers[:2]
+    assert scheduler.waiting_texts == 1
+
+
+def test_urgent_texts_are_told():
+    """Whoever may begin nothing else can see that one waits."""
+    scheduler = Scheduler(FakeClock())
+    scheduler.submit([5])
+    assert not scheduler.has_urgent
+    urgent = scheduler.submit([5], urgent=True)
+    assert scheduler.has_urgent
+    scheduler.cancel(urgent)
+    assert not scheduler.has_urgent
 
 
 def test_cancelling_a_request_leaves_others_alone():
