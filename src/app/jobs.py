@@ -93,6 +93,11 @@ class Task:
         return tuple(dict.fromkeys(job for job, _ in self.rows))
 
     @property
+    def is_canary(self) -> bool:
+        """Whether it is a health check's; those share no chunk with others."""
+        return self.rows[0][0].is_canary
+
+    @property
     def tokens(self) -> int:
         """Real tokens."""
         return sum(map(len, self.texts))

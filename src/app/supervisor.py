@@ -154,7 +154,7 @@ class Supervisor:
                 logger.exception("the supervisor failed and goes on")
 
     def _look_around(self) -> None:
-        self._pool.replace_hung()
+        self._pool.look_after_workers()
         status = self._pool.status()
         if self._model is None:
             if self._failure is None and (self._is_wanted or status.has_work):

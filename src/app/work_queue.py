@@ -5,13 +5,14 @@ from collections.abc import Sequence
 import attrs
 
 from ..domain.cost_model import CostModel
-from ..domain.errors import BgeM3Error, NonFiniteOutputError, OutOfMemoryError
+from ..domain.errors import BgeM3Error, InferenceError, NonFiniteOutputError, OutOfMemoryError
 from ..domain.padding import GPU_PADDING, PaddingRule
 from ..domain.ports import Clock
 from ..domain.scheduling import Scheduler
 from ..domain.types import Embedding
 from .jobs import Job, Task, after_failure, blame
 from .pace import Pace
+from .room import Room
 
 MAX_BUDGET_HALVINGS = 4
 """Out of memory lowers the budget to a sixteenth at most: beyond that the cause lies elsewhere."""
@@ -32,7 +33,8 @@ class WorkQueue:
         self._cost_model = CostModel.conservative()
         self._padding = GPU_PADDING
         self._halvings = 0
-        self._retries: list[tuple[Task, int]] = []
+        # Chunks that wait apart: to be tried again, but not by the worker that failed; or for room.
+        self._parked: list[tuple[Task, int | None]] = []
         self._jobs: dict[int, Job] = {}
         self.scheduler = Scheduler(clock)
         self.pace = Pace()
@@ -46,9 +48,27 @@ class WorkQueue:
         return bool(self._jobs)
 
     @property
-    def has_retries(self) -> bool:
-        """Chunks wait to be tried again."""
-        return bool(self._retries)
+    def has_parked(self) -> bool:
+        """Chunks wait to be tried again, or for room."""
+        return bool(self._parked)
+
+    @property
+    def waiting_texts(self) -> int:
+        """Texts that nobody has taken yet, or that wait for room."""
+        return self.scheduler.waiting_texts + sum(len(task.rows) for task in self._waiting_for_room)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of these texts."""
+        return self.scheduler.waiting_tokens + sum(task.tokens for task in self._waiting_for_room)
+
+    @property
+    def _waiting_for_room(self) -> list[Task]:
+        return [task for task, failed_on in self._parked if failed_on is None]
+
+    def is_making_room(self, room: Room) -> bool:
+        """A chunk waits until others have ended; meanwhile none begins but a canary."""
+        return any(room.is_to_come_for(task) for task, _ in self._parked)
 
     def set_cost_model(self, cost_model: CostModel) -> None:
         """From the next chunk on, this decides what fits; earlier out-of-memory is forgotten."""
@@ -79,6 +99,7 @@ class WorkQueue:
         self.scheduler.cancel(number)
         job = self._jobs.pop(number)
         job.done.cancel()
+        self._drop_unwanted()
         if not job.is_canary:
             self.last_job_ended_at = self._clock()
 
@@ -87,15 +108,32 @@ class WorkQueue:
         for number, job in self._jobs.items():
             self.scheduler.cancel(number)
             job.fail(error)
+        self._drop_unwanted()
 
-    def next_task(self, worker: int, free_workers: int) -> Task | None:
+    def gave_way(self, error: InferenceError) -> None:
+        """A worker fell over the queue itself: whatever waits might make the next one fall, too."""
+        self.failures_in_a_row += 1
+        self.fail_all(error)
+
+    def next_task(self, worker: int, free_workers: int, room: Room) -> Task | None:
         """What to run next, without texts that nobody waits for; None where there is nothing.
 
-        A chunk that failed on `worker` is kept for another one, as long as one is free.
+        A chunk that failed on `worker` is kept for another one, as long as one is free. One that
+        finds no room waits for it, and all others but canaries wait with it, or it would never get
+        any; unless the room is held by what may hang: then all that fits goes on beside it.
         """
-        while task := self._next_retry(worker, free_workers) or self._next_chunk(free_workers):
-            if wanted := task.without_finished_jobs():
+        self._drop_unwanted()
+        if task := self._next_parked(worker, free_workers, room):
+            return task
+        while not self.is_making_room(room) or self.scheduler.has_urgent:
+            task = self._next_chunk(free_workers, room)
+            if task is None:
+                return None
+            if not (wanted := task.without_finished_jobs()):
+                continue
+            if room.is_for(wanted):
                 return wanted
+            self._park(wanted, None)
         return None
 
     def succeeded(
@@ -132,20 +170,34 @@ class WorkQueue:
         if not again:
             ((job, _),) = task.rows
             job.fail(blame(task, error))
-        self._retries.extend((part, worker) for part in again)
+        for part in again:
+            self._park(part, worker)
 
-    def _next_retry(self, worker: int, free_workers: int) -> Task | None:
-        for position, (task, failed_on) in enumerate(self._retries):
-            if failed_on != worker or free_workers == 1:
-                del self._retries[position]
+    def _park(self, task: Task, failed_on: int | None) -> None:
+        place = 0 if task.is_canary else len(self._parked)
+        self._parked.insert(place, (task, failed_on))
+
+    def _drop_unwanted(self) -> None:
+        self._parked = [
+            (wanted, failed_on)
+            for task, failed_on in self._parked
+            if (wanted := task.without_finished_jobs())
+        ]
+
+    def _next_parked(self, worker: int, free_workers: int, room: Room) -> Task | None:
+        for position, (task, failed_on) in enumerate(self._parked):
+            if room.is_to_come_for(task):
+                return None
+            if room.is_for(task) and (failed_on != worker or free_workers == 1):
+                del self._parked[position]
                 return task
         return None
 
-    def _next_chunk(self, free_workers: int) -> Task | None:
-        cost_model = self._cost_model
-        if self._halvings:
-            ceiling_bytes = cost_model.max_workspace_bytes >> self._halvings
-            cost_model = attrs.evolve(cost_model, max_workspace_bytes=ceiling_bytes)
+    def _next_chunk(self, free_workers: int, room: Room) -> Task | None:
+        ceiling_bytes = self._cost_model.max_workspace_bytes >> self._halvings
+        # No more than there is room for, as long as one text fits.
+        ceiling_bytes = int(min(ceiling_bytes, room.free_bytes))
+        cost_model = attrs.evolve(self._cost_model, max_workspace_bytes=max(ceiling_bytes, 0))
         limit = self.pace.position_limit(self.scheduler.waiting_tokens, free_workers)
         chunk = self.scheduler.take(cost_model, limit, self.pace.top_up_positions(), self._padding)
         if chunk is None:

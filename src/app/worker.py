@@ -46,6 +46,8 @@ class Worker:
 class PoolStatus:
     """A snapshot.
 
+    `busy_workers`: run a chunk, or wait until others leave room for theirs; what may hang is not
+    waited for.
     `suspect_workers`: busy ones whose chunk takes far longer than expected.
     `idle_since`: when the last request ended; None while there is work.
     """

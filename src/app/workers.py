@@ -1,6 +1,7 @@
 """Worker threads: each takes the next chunk, runs it, and hands results or failure back."""
 
 import logging
+import math
 import threading
 
 from ..domain.cost_model import CostModel
@@ -15,10 +16,14 @@ from ..domain.ports import Clock, InferenceBackend, Telemetry
 from ..domain.types import Embedding
 from .jobs import Job, Task
 from .loading import LoadedModel
+from .room import Room, room_beside
 from .work_queue import WorkQueue
 from .worker import PoolStatus, Worker
 
 logger = logging.getLogger(__name__)
+
+REST_SECONDS = 0.5
+"""After a worker fell between two passes none starts for so long: the next would fall likewise."""
 
 
 class WorkerPool:
@@ -38,7 +43,7 @@ class WorkerPool:
         self._replaced = 0
         self._model: LoadedModel | None = None
         self._total_workspace_bytes: int | None = None
-        self._is_making_room = False
+        self._resting_until = -math.inf
         self._is_draining = False
         self._refusal: UnavailableError | None = None
 
@@ -49,6 +54,7 @@ class WorkerPool:
             self._queue.set_padding(model.padding)
             self._queue.pace.assume(model.seconds_per_position)
             self._queue.trust_again()
+            self._resting_until = -math.inf
             self._start_missing()
             self._changed.notify_all()
 
@@ -84,8 +90,9 @@ class WorkerPool:
     def forget(self, number: int) -> None:
         """Drop a job that is over or abandoned; what is queued of it is gone at once."""
         with self._changed:
+            had_parked = self._queue.has_parked
             self._queue.forget(number)
-            if not self._queue.has_jobs:
+            if had_parked or not self._queue.has_jobs:
                 self._changed.notify_all()
 
     def status(self) -> PoolStatus:
@@ -93,13 +100,14 @@ class WorkerPool:
         with self._changed:
             queue, live = self._queue, len(self._workers)
             pace, now = queue.pace.seconds_per_token, self._clock()
+            are_all_busy = queue.is_making_room(self._room())
             return PoolStatus(
                 live_workers=live,
-                busy_workers=live - self._free_workers(),
+                busy_workers=live if are_all_busy else live - self._free_workers(),
                 suspect_workers=sum(worker.is_suspect(now) for worker in self._workers),
                 replaced_workers=self._replaced,
-                waiting_texts=queue.scheduler.waiting_texts,
-                waiting_tokens=queue.scheduler.waiting_tokens,
+                waiting_texts=queue.waiting_texts,
+                waiting_tokens=queue.waiting_tokens,
                 tokens_per_second=live / pace if pace and live else None,
                 failures_in_a_row=queue.failures_in_a_row,
                 non_finite_in_a_row=queue.non_finite_in_a_row,
@@ -108,8 +116,8 @@ class WorkerPool:
                 passed=queue.pace.passed,
             )
 
-    def replace_hung(self) -> None:
-        """Give up on workers whose chunk takes far too long, and start others in their place."""
+    def look_after_workers(self) -> None:
+        """Replace those whose chunk takes far too long, and those that are missing."""
         with self._changed:
             now = self._clock()
             for worker in [worker for worker in self._workers if worker.is_hung(now)]:
@@ -119,6 +127,10 @@ class WorkerPool:
                     extra={"fields": {"worker": worker.place, "seconds": seconds}},
                 )
                 self._lose(worker, InferenceError(f"no answer within {worker.hang_seconds:.3g} s"))
+            if self._model:
+                self._start_missing()
+            if self._queue.has_parked:  # its room may be held by what is suspect by now
+                self._changed.notify_all()
 
     def drain(self) -> None:
         """Let the workers finish what is queued, then end."""
@@ -137,25 +149,30 @@ class WorkerPool:
             self._changed.notify_all()
 
     def join(self) -> None:
-        """Wait until no worker is left that has not been given up."""
+        """Wait until no worker is left that has not been given up, and none is to come."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._workers)
+            self._changed.wait_for(
+                lambda: not self._workers and (self._refusal or not self._queue.has_jobs)
+            )
 
     def _free_workers(self) -> int:
-        if self._is_making_room:  # nobody may begin anything
-            return 0
         return sum(worker.task is None for worker in self._workers)
 
+    def _room(self) -> Room:
+        return room_beside(self._workers, self._total_workspace_bytes, self._clock())
+
     def _start_missing(self) -> None:
+        if self._refusal or self._clock() < self._resting_until:
+            return
         taken = {worker.place for worker in self._workers}
         for place in set(range(self._size)) - taken:
             worker = Worker(place, self._started)
             worker.thread = threading.Thread(
                 target=self._work, args=(worker,), name=f"worker-{place}", daemon=True
             )
+            worker.thread.start()
             self._started += 1
             self._workers.append(worker)
-            worker.thread.start()
 
     def _work(self, worker: Worker) -> None:
         try:
@@ -187,14 +204,10 @@ class WorkerPool:
         """Wait for the next chunk; None when the worker shall end."""
         with self._changed:
             while not worker.is_retired:
-                if self._can_begin() and (
-                    task := self._queue.next_task(worker.serial, self._free_workers())
+                if self._model and (
+                    task := self._queue.next_task(worker.serial, self._free_workers(), self._room())
                 ):
-                    self._wait_for_room(worker, task)
-                    wanted = task.without_finished_jobs()
-                    if wanted is None or self._model is None:
-                        continue
-                    return self._begin(worker, wanted), self._backend(worker, self._model)
+                    return self._begin(worker, task), self._backend(worker, self._model)
                 if self._is_draining and not self._queue.has_jobs:
                     self._workers.remove(worker)
                     self._refusal = NotReadyError("the server is stopping")
@@ -203,32 +216,9 @@ class WorkerPool:
                 self._changed.wait()
             return None
 
-    def _can_begin(self) -> bool:
-        return self._model is not None and not self._is_making_room
-
-    def _wait_for_room(self, worker: Worker, task: Task) -> None:
-        """Until what runs leaves room for `task`; meanwhile nothing else begins."""
-        if self._has_room(task):
-            return
-        self._is_making_room = True
-        try:
-            self._changed.wait_for(
-                lambda: worker.is_retired or (self._model is not None and self._has_room(task))
-            )
-        finally:
-            self._is_making_room = False
-            self._changed.notify_all()
-
-    def _has_room(self, task: Task) -> bool:
-        total_bytes = self._total_workspace_bytes
-        running = [worker.task.estimated_bytes for worker in self._workers if worker.task]
-        if total_bytes is None or not running:
-            return True
-        return sum(running) + task.estimated_bytes <= total_bytes
-
     def _begin(self, worker: Worker, task: Task) -> Task:
         worker.begin(task, self._clock(), self._queue.pace, self._hang_seconds)
-        if self._queue.has_retries:  # kept from a worker that is now the only free one
+        if self._queue.has_parked:  # kept from a worker that is now the only free one
             self._changed.notify_all()
         return task
 
@@ -240,9 +230,9 @@ class WorkerPool:
     ) -> None:
         with self._changed:
             if not worker.is_retired:
-                worker.task = None
                 self._queue.succeeded(task, outcomes, self._clock() - worker.started_at)
-                if self._is_making_room:
+                worker.task = None
+                if self._queue.has_parked:
                     self._changed.notify_all()
 
     def _fail(self, worker: Worker, task: Task, error: Exception) -> None:
@@ -271,5 +261,8 @@ class WorkerPool:
         self._replaced += 1
         if task:
             self._queue.failed(task, error, worker.serial)
+        else:
+            self._resting_until = self._clock() + REST_SECONDS
+            self._queue.gave_way(error)
         self._start_missing()
         self._changed.notify_all()

@@ -3,14 +3,26 @@
 import asyncio
 import time
 
+import attrs
 import pytest
+from bge_m3_server.app.engine import Engine, EngineSettings
 from bge_m3_server.app.http.errors import failure_of
 from bge_m3_server.app.service import ProbeStatus, Tuning
 from bge_m3_server.app.workspace_room import PROBE_RETRY_SECONDS, require_room
-from bge_m3_server.domain import CostModel, NotReadyError, RequestTooLargeError
+from bge_m3_server.domain import CostModel, NoTelemetry, NotReadyError, RequestTooLargeError
+from bge_m3_server.domain.testing import FakeTokenizer
 from bge_m3_server.domain.types import Heads
 
-from tests.support.engines import GatedBackend, engine_over, stopping
+from tests.support.engines import (
+    TICK,
+    GatedBackend,
+    engine_over,
+    loaded_model,
+    numbered,
+    stopping,
+    until,
+)
+from tests.support.fault_backend import Fault, FaultBackend
 
 SHARE = CostModel(1.0, 0.0, 20)
 """Of two workers: one byte per token."""
@@ -18,6 +30,16 @@ SHARE = CostModel(1.0, 0.0, 20)
 
 def tuning(total_bytes=40, status=ProbeStatus.COMPLETE):
     return Tuning(1.0, 0.0, 20, status, total_workspace_bytes=total_bytes)
+
+
+@attrs.define
+class Time:
+    """A clock that stands still until it is set."""
+
+    now: float = 0.0
+
+    def __call__(self):
+        return self.now
 
 
 def text(tokens):
@@ -91,6 +113,117 @@ def test_a_large_text_waits_until_there_is_room(total_bytes, begins_at_once):
     assert began == begins_at_once
     assert busy_workers == 2
     assert [answer.prompt_tokens for answer in answers] == [10, 35, 5]
+
+
+def room_engine(backend, clock):
+    """Two workers that share forty bytes; how long a chunk should take is known."""
+    model = attrs.evolve(
+        loaded_model(backend, cost_model=SHARE, seconds_per_position=1e-4), tuning=tuning()
+    )
+    engine = Engine(lambda: model, EngineSettings(supervisor=TICK), NoTelemetry(), clock)
+    engine.load()
+    return engine
+
+
+def test_a_text_that_nobody_wants_any_more_needs_no_room():
+    """Its client has left: what waited behind it begins at once, and the queue forgets it."""
+    backend = GatedBackend(guarded=True)
+    engine = room_engine(backend, Time())
+
+    async def embed():
+        first = asyncio.create_task(engine.embed([text(10)], Heads.DENSE))
+        await asyncio.to_thread(backend.waiting.acquire)
+        large = asyncio.create_task(engine.embed([text(35)], Heads.DENSE))
+        await until(lambda: engine.status().busy_workers == 2)
+        assert engine.status().queue.waiting_tokens == 35
+        small = asyncio.create_task(engine.embed([text(5)], Heads.DENSE))
+        await until(lambda: engine.status().queue.waiting_tokens == 40)
+        large.cancel()
+        assert await asyncio.to_thread(backend.waiting.acquire, timeout=10)
+        assert engine.status().queue.waiting_tokens == 0
+        backend.gate.set()
+        return await asyncio.gather(first, small, large, return_exceptions=True)
+
+    with stopping(engine):
+        first, small, large = asyncio.run(embed())
+
+    assert (first.prompt_tokens, small.prompt_tokens) == (10, 5)
+    assert isinstance(large, asyncio.CancelledError)
+
+
+def test_the_canary_does_not_wait_for_the_room_of_others():
+    """It is small enough to begin beside what runs, while a large text waits."""
+    backend = GatedBackend(guarded=True)
+    engine = room_engine(backend, Time())
+
+    async def embed():
+        first = asyncio.create_task(engine.embed([text(10)], Heads.DENSE))
+        await asyncio.to_thread(backend.waiting.acquire)
+        large = asyncio.create_task(engine.embed([text(35)], Heads.DENSE))
+        await until(lambda: engine.status().busy_workers == 2)
+        canary = asyncio.create_task(engine.canary())
+        began = await asyncio.to_thread(backend.waiting.acquire, timeout=10)
+        backend.gate.set()
+        await asyncio.gather(first, large)
+        return began, await canary
+
+    with stopping(engine):
+        began, report = asyncio.run(embed())
+
+    assert began
+    assert report.is_healthy
+
+
+def test_others_go_on_while_what_may_hang_holds_the_room():
+    """Small texts run beside it, the large one gets its turn when it has ended."""
+    backend, clock = FaultBackend(), Time()
+    backend.poison = {FakeTokenizer().word_id("poison"): Fault.HANG}
+    engine = room_engine(backend, clock)
+
+    async def embed():
+        hanging = asyncio.create_task(engine.embed(["poison " + text(24)], Heads.DENSE))
+        await until(lambda: backend.hanging_since)
+        large = asyncio.create_task(engine.embed([text(35)], Heads.DENSE))
+        await until(lambda: engine.status().busy_workers == 2)
+        small = asyncio.create_task(engine.embed(numbered(4, tokens=5), Heads.DENSE))
+        await until(lambda: engine.status().queue.waiting_texts == 5)
+        clock.now += 5.0
+        answer, report = await small, await engine.canary()
+        assert engine.status().queue.waiting_texts == 1
+        backend.released.set()
+        await asyncio.gather(hanging, large)
+        return answer, report
+
+    with stopping(engine):
+        answer, report = asyncio.run(embed())
+
+    assert answer.prompt_tokens == 20
+    assert report.is_healthy
+
+
+def test_waiting_for_room_that_a_hanging_worker_holds_is_not_work():
+    """Where not even the canary finds room beside it, deep health does not call that busy."""
+    backend, clock = FaultBackend(), Time()
+    backend.poison = {FakeTokenizer().word_id("poison"): Fault.HANG}
+    engine = room_engine(backend, clock)
+
+    async def embed():
+        hanging = asyncio.create_task(engine.embed(["poison " + text(38)], Heads.DENSE))
+        await until(lambda: backend.hanging_since)
+        clock.now += 5.0
+        canary = asyncio.create_task(engine.canary())
+        await until(lambda: engine.status().queue.waiting_texts)
+        clock.now += 11.0
+        report = await canary
+        backend.released.set()
+        await hanging
+        return report
+
+    with stopping(engine):
+        report = asyncio.run(embed())
+
+    assert not report.is_healthy
+    assert report.reason == "no answer within 10 s"
 
 
 def test_a_stop_ends_the_wait_for_room():
