@@ -33,12 +33,8 @@ from .service import (
     Tuning,
 )
 from .supervisor import Supervisor, SupervisorSettings
-from .worker import PoolStatus
 from .workers import WorkerPool
 from .workspace_room import require_room
-
-NON_FINITE_LIMIT = 3
-"""So many texts in a row without one finite result mean that the model is broken, not the texts."""
 
 TOKENIZE_CHARACTERS = 65_536
 """Long requests are tokenised in pieces of about this size, so that short ones get in between."""
@@ -120,7 +116,8 @@ class Engine:
             busy_workers=pool.busy_workers,
             suspect_workers=pool.suspect_workers,
             replaced_workers=pool.replaced_workers,
-            failure=self._failure(pool),
+            failure=self._supervisor.trouble,
+            delay=self._supervisor.delay,
             model=self._served[0] if self._served else None,
             tuning=self._supervisor.tuning,
             queue=QueueStatus(
@@ -134,14 +131,6 @@ class Engine:
             if self._served
             else None,
         )
-
-    def _failure(self, pool: PoolStatus) -> str | None:
-        if self._supervisor.trouble:
-            return self._supervisor.trouble
-        count = pool.non_finite_in_a_row
-        if count < NON_FINITE_LIMIT:
-            return None
-        return f"the model returned non-finite values for the last {count} texts"
 
     async def embed(
         self, texts: Sequence[str], heads: Heads, *, timeout_seconds: float | None = None

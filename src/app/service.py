@@ -131,10 +131,12 @@ class ServiceStatus:
     """A snapshot that never waits for the engine.
 
     `draining`: work is still taken, but nothing new should be sent: the server is about to stop.
-    `busy_workers`: workers that run a chunk.
+    `busy_workers`: workers that run a chunk, or wait until others leave room for theirs.
     `suspect_workers`: busy ones whose chunk takes so much longer than expected that they may hang.
     `replaced_workers`: workers that died or hung and were replaced since the start.
     `failure`: why the answers cannot be trusted at present; None when all is well.
+    `delay`: why an unloaded model that is wanted again is not there yet; None as long as that
+    takes no longer than usual.
     `model`, `tuning` and `queue` are None while the model is loading for the first time, `cache`
     where there is none.
     """
@@ -148,6 +150,7 @@ class ServiceStatus:
     suspect_workers: int = 0
     replaced_workers: int = 0
     failure: str | None = None
+    delay: str | None = None
     model: ModelInfo | None = None
     tuning: Tuning | None = None
     queue: QueueStatus | None = None

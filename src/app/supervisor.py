@@ -10,12 +10,18 @@ from concurrent.futures import Future, InvalidStateError
 import attrs
 
 from ..domain.cost_model import CostModel
-from ..domain.errors import NotReadyError, NoWorkersError, UnavailableError
+from ..domain.errors import (
+    NonFiniteOutputError,
+    NotReadyError,
+    NoWorkersError,
+    UnavailableError,
+)
 from ..domain.ports import Clock
 from .canary import canary_job
+from .heartbeat import Heartbeat
 from .jobs import Job
 from .loading import LoadedModel, ProcessMemory, close
-from .pace import Passed
+from .reload import Reload
 from .service import ProbeStatus, Tuning
 from .worker import PoolStatus
 from .workers import WorkerPool
@@ -29,9 +35,17 @@ TRIM_AFTER_SECONDS = 1.0
 """After so long without work the allocator gives back what it keeps: freed by many threads, in
 pieces of many sizes, it came to two thirds of a small process."""
 
-RELOAD_LIMIT = 3
-RELOAD_WINDOW_SECONDS = 600.0
-"""A model that had to be loaded again so often within this time is given up."""
+NON_FINITE_LIMIT = 3
+"""So many texts in a row without one finite result raise it, too."""
+
+BREAK_LIMIT = 3
+BREAK_WINDOW_SECONDS = 600.0
+"""A model that broke so often within this time is given up when it breaks again."""
+
+QUICK_LOAD_SECONDS = 2.0
+SLOW_LOAD_SECONDS = 30.0
+"""An idle model that comes back within the first is never reported; beyond the second it always is,
+however long the start has taken, which may have included a download."""
 
 
 @attrs.frozen
@@ -46,6 +60,15 @@ class SupervisorSettings:
     heartbeat_seconds: float = 0.0
     tick_seconds: float = 0.25
     reload_pause_seconds: float = 1.0
+
+
+@attrs.frozen
+class _Trial:
+    """A harmless text that is being tried; `number`: its job's in the pool."""
+
+    number: int
+    job: Job
+    is_last: bool
 
 
 class Supervisor:
@@ -71,12 +94,12 @@ class Supervisor:
         self._is_wanted = False
         self._failure: str | None = None
         self._trouble: str | None = None
-        self._trial: tuple[int, Job] | None = None
-        self._reloads: deque[float] = deque()
-        self._beat_at = clock()
+        self._trial: _Trial | None = None
+        self._reload: Reload | None = None
+        self._usual_load_seconds = SLOW_LOAD_SECONDS
+        self._breaks: deque[float] = deque()
+        self._heartbeat = Heartbeat(settings.heartbeat_seconds, clock, memory)
         self._trimmed_after: float | None = None
-        self._more_figures: list[Callable[[], Mapping[str, int]]] = []
-        self._passed = Passed()
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
@@ -106,9 +129,15 @@ class Supervisor:
         """Why nothing is answered at present; requests wait, unless it is a `failure`."""
         return self._failure or self._trouble
 
+    @property
+    def delay(self) -> str | None:
+        """Why an unloaded model that is wanted again is longer away than usual."""
+        reload = self._reload
+        return reload.delay(self._usual_load_seconds) if reload else None
+
     def report_in_heartbeat(self, figures: Callable[[], Mapping[str, int]]) -> None:
         """Log these figures with every heartbeat, too."""
-        self._more_figures.append(figures)
+        self._heartbeat.report(figures)
 
     def start(self) -> None:
         """Load the model and let the workers start. Blocks.
@@ -116,10 +145,12 @@ class Supervisor:
         Raises:
             ModelError: the model cannot be obtained, or fails its self-test.
         """
+        started = self._clock()
         model = self._load_model()
+        self._learn_usual(self._clock() - started)
         self.set_cost_model(model.cost_model, model.tuning)
         self._attach(model)
-        self._beat_at = self._clock()
+        self._heartbeat.start()
         self._thread.start()
 
     def want_model(self) -> Future[LoadedModel]:
@@ -139,6 +170,9 @@ class Supervisor:
         if self._thread.is_alive():
             self._thread.join()
         self._refuse(NotReadyError("the server is stopping"))
+        if self._reload:
+            self._reload.stop()
+            self._model, self._reload = self._reload.model, None
         if self._model:
             self._pool.detach()
             close(self._model, self._memory)
@@ -156,46 +190,65 @@ class Supervisor:
     def _look_around(self) -> None:
         self._pool.look_after_workers()
         status = self._pool.status()
-        if self._model is None:
+        if self._reload is not None:
+            if self._reload.has_ended:
+                self._finish_reload(self._reload)
+        elif self._model is None:
             if self._failure is None and (self._is_wanted or status.has_work):
-                self._load_again()
-        elif self._has_failed(status):
-            self._reload()
+                self._begin_reload()
+        elif self._has_failed(self._model, status):
+            self._replace_broken()
         elif self._is_idle(status):
             self._unload()
             logger.info("Unloaded the model after idle timeout")
         self._trim(status)
-        self._beat(status)
+        self._heartbeat.beat(status, self._tuning, is_loaded=self._model is not None)
 
-    def _has_failed(self, status: PoolStatus) -> bool:
-        """Whether the model itself is at fault, not the texts: a harmless text tells."""
-        if self._trial is None:
-            if status.failures_in_a_row >= FAILURE_LIMIT and self._model:
-                job = canary_job(self._model.tokenizer, self._model.info.heads, self._clock)
-                self._trial = self._pool.submit(job), job
+    def _has_failed(self, model: LoadedModel, status: PoolStatus) -> bool:
+        """Whether the model itself is at fault, not the texts: a harmless text tells.
+
+        Its failure is that of two passes: the workers try again what raises, and what is not
+        finite is tried again here.
+        """
+        trial = self._trial
+        if trial is None:
+            if (
+                status.failures_in_a_row >= FAILURE_LIMIT
+                or status.non_finite_in_a_row >= NON_FINITE_LIMIT
+            ):
+                self._trial = self._try_harmless_text(model, is_last=False)
             return False
-        number, job = self._trial
-        if not job.is_over:
+        if not trial.job.is_over:
             return False
         self._trial = None
-        self._pool.forget(number)
-        return not job.done.cancelled() and job.done.exception() is not None
+        self._pool.forget(trial.number)
+        error = None if trial.job.done.cancelled() else trial.job.done.exception()
+        if isinstance(error, NonFiniteOutputError) and not trial.is_last:
+            self._trial = self._try_harmless_text(model, is_last=True)
+            return False
+        return error is not None
 
-    def _reload(self) -> None:
+    def _try_harmless_text(self, model: LoadedModel, *, is_last: bool) -> _Trial | None:
+        job = canary_job(model.tokenizer, model.info.heads, self._clock)
+        with contextlib.suppress(UnavailableError):  # the workers have ended
+            return _Trial(self._pool.submit(job), job, is_last)
+        return None
+
+    def _replace_broken(self) -> None:
         now = self._clock()
-        while self._reloads and self._reloads[0] < now - RELOAD_WINDOW_SECONDS:
-            self._reloads.popleft()
-        if len(self._reloads) >= RELOAD_LIMIT:
-            minutes = RELOAD_WINDOW_SECONDS / 60
+        while self._breaks and self._breaks[0] < now - BREAK_WINDOW_SECONDS:
+            self._breaks.popleft()
+        if len(self._breaks) >= BREAK_LIMIT:
+            minutes = BREAK_WINDOW_SECONDS / 60
             self._give_up(
-                f"the engine kept failing after {RELOAD_LIMIT} reloads within {minutes:g} minutes"
+                f"the engine kept failing after {BREAK_LIMIT} reloads within {minutes:g} minutes"
             )
             return
         logger.error("circuit_breaker_tripped: the engine fails on a harmless text, reloading")
-        self._reloads.append(now)
+        self._breaks.append(now)
         self._trouble = "the model failed on a harmless text and is being loaded again"
         self._unload()
-        self._load_again()
+        self._begin_reload()
 
     def _unload(self) -> None:
         model = self._model
@@ -208,21 +261,23 @@ class Supervisor:
         self._pool.detach()
         close(model, self._memory)
 
-    def _load_again(self) -> None:
-        started = self._clock()
-        for attempt in range(RELOAD_LIMIT):
-            if self._stopping.wait(attempt * self._settings.reload_pause_seconds):
-                return
-            try:
-                model = self._load_model()
-            except Exception:
-                logger.exception("the model could not be loaded again")
-                continue
-            self._attach(model)
-            elapsed_ms = round((self._clock() - started) * 1e3)
+    def _begin_reload(self) -> None:
+        pause_seconds = self._settings.reload_pause_seconds
+        self._reload = Reload(self._load_model, pause_seconds, self._clock, self._wake.set)
+
+    def _finish_reload(self, reload: Reload) -> None:
+        if reload.model is None:
+            self._give_up("the model could not be loaded again")
+        else:
+            self._learn_usual(reload.load_seconds)
+            self._attach(reload.model)
+            elapsed_ms = round((self._clock() - reload.started_at) * 1e3)
             logger.info("Reloaded the model", extra={"fields": {"elapsed_ms": elapsed_ms}})
-            return
-        self._give_up("the model could not be loaded again")
+        self._reload = None
+
+    def _learn_usual(self, load_seconds: float) -> None:
+        known = min(self._usual_load_seconds, load_seconds)
+        self._usual_load_seconds = max(known, QUICK_LOAD_SECONDS)
 
     def _attach(self, model: LoadedModel) -> None:
         self._pool.attach(model)
@@ -260,33 +315,3 @@ class Supervisor:
 
     def _is_probing(self) -> bool:
         return self._tuning is not None and self._tuning.probe_status is ProbeStatus.RUNNING
-
-    def _beat(self, status: PoolStatus) -> None:
-        now, interval = self._clock(), self._settings.heartbeat_seconds
-        if not interval or now - self._beat_at < interval:
-            return
-        self._beat_at = now
-        before, self._passed = self._passed, status.passed
-        positions = self._passed.positions - before.positions
-        tokens = self._passed.tokens - before.tokens
-        resident = self._memory.resident_bytes()
-        fields = {
-            "rss_mb": None if resident is None else resident // 1024**2,
-            "live_workers": status.live_workers,
-            "loaded_workers": status.live_workers if self._model else 0,
-            "busy_workers": status.busy_workers,
-            "suspect_workers": status.suspect_workers,
-            "replaced_workers": status.replaced_workers,
-            "queue_depth": status.waiting_texts,
-            "queue_tokens": status.waiting_tokens,
-            "available_permits": status.live_workers - status.busy_workers,
-            "probe_status": self._tuning.probe_status.value if self._tuning else None,
-            "chunks": self._passed.chunks - before.chunks,
-            "chunk_texts": self._passed.texts - before.texts,
-            "chunk_tokens": tokens,
-            "padding_pct": round(100 * (1 - tokens / positions), 1) if positions else 0.0,
-            "busy_seconds": round(self._passed.seconds - before.seconds, 3),
-        }
-        for figures in self._more_figures:
-            fields |= figures()
-        logger.info("heartbeat", extra={"fields": fields})

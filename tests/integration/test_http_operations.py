@@ -7,6 +7,7 @@ from bge_m3_server.domain.errors import (
     DeadlineExceededError,
     InferenceError,
     NotReadyError,
+    NoWorkersError,
     QueueFullError,
     RequestTooLargeError,
 )
@@ -19,7 +20,8 @@ QUEUE = QueueStatus(
     waiting_texts=3, waiting_tokens=540, limit_tokens=1000, held_bytes=7, limit_bytes=9
 )
 DRAINING = attrs.evolve(OK, draining=True)
-BROKEN = attrs.evolve(OK, failure="the model returned non-finite values for the last 3 texts")
+BROKEN = attrs.evolve(IDLE, failure="the model failed on a harmless text and is being loaded again")
+LATE = attrs.evolve(IDLE, delay="the model is being loaded again, for 4 s so far")
 
 
 def embed(http, **headers):
@@ -88,8 +90,9 @@ def test_a_deadline_that_makes_no_sense_is_a_400(http, service, value):
         (DRAINING, "the server is stopping"),
         (FAIL, "no worker is alive"),
         (BROKEN, BROKEN.failure),
+        (LATE, LATE.delay),
     ],
-    ids=["ok", "warn", "idle", "loading", "draining", "fail", "broken"],
+    ids=["ok", "warn", "idle", "loading", "draining", "fail", "broken", "late"],
 )
 def test_ready(http, service, state, reason):
     """200 exactly while work should come here; 503 says why not."""
@@ -123,12 +126,21 @@ def test_health_while_draining(http, service):
     assert embed(http).status_code == 200
 
 
-@pytest.mark.parametrize("state", [LOADING, DRAINING, attrs.evolve(IDLE, draining=True)])
+def test_an_idle_model_that_does_not_come_back_is_loading(http, service):
+    """`/health` says why, and still what waits; the work that comes all the same is taken."""
+    service.state = attrs.evolve(LATE, queue=QUEUE)
+    answer = http.get("/health")
+    assert (answer.status_code, answer.json()["status"]) == (503, "loading")
+    assert answer.json()["reason"] == LATE.delay
+    assert answer.json()["queue"] == attrs.asdict(QUEUE)
+    assert embed(http).status_code == 200
+
+
+@pytest.mark.parametrize("state", [LOADING, DRAINING, LATE, attrs.evolve(IDLE, draining=True)])
 @pytest.mark.parametrize("path", ["/ready", "/health", "/health/deep"])
 def test_a_passing_503_says_when_to_ask_again(http, service, state, path):
     """While the server loads or stops every probe is a 503 with a time, whatever the model does."""
     service.state = state
-    service.failure = NotReadyError("model not ready") if state is LOADING else None
     answer = http.get(path)
     assert answer.status_code == 503
     assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("5", "5000")
@@ -174,9 +186,19 @@ def test_deep_health_of_an_idle_server(http, service):
     assert (answer.status_code, answer.json()["status"]) == (200, "idle")
 
 
-def test_deep_health_while_loading(http, service):
-    """There is nobody to ask."""
-    service.state = LOADING
-    service.failure = NotReadyError("model not ready")
+@pytest.mark.parametrize(
+    ("state", "status"), [(LOADING, "loading"), (LATE, "loading"), (BROKEN, "fail"), (FAIL, "fail")]
+)
+def test_deep_health_without_a_model_to_ask(http, service, state, status):
+    """An unloaded model is not healthy for being unloaded: the reasons of `/ready` count."""
+    service.state = state
     answer = http.get("/health/deep")
-    assert (answer.status_code, answer.json()["status"]) == (503, "loading")
+    assert (answer.status_code, answer.json()["status"]) == (503, status)
+    assert answer.json()["reason"] == http.get("/ready").json()["reason"]
+
+
+def test_deep_health_of_an_engine_that_is_given_up_meanwhile(http, service):
+    """What the canary is told counts, too."""
+    service.failure = NoWorkersError("no workers available")
+    answer = http.get("/health/deep")
+    assert (answer.status_code, answer.json()["status"]) == (503, "fail")

@@ -72,8 +72,9 @@ def ready(door: NamedDependency[EmbeddingDoor]) -> Response[ReadyReport]:
     "/health",
     summary="Health",
     description=(
-        "`loading` (503), `fail` (503: no worker is alive, or `reason`), `idle` (200: the next "
-        "request loads the model again), `warn` (200: some workers are gone, or may hang: "
+        "`loading` (503; `reason` where it was loaded before), `fail` (503: no worker is alive, "
+        "or `reason`), `idle` (200: the next request loads the model again), `warn` (200: some "
+        "workers are gone, or may hang: "
         "`reason`) or `ok` (200)."
     ),
     tags=["operations"],
@@ -102,13 +103,14 @@ def health(door: NamedDependency[EmbeddingDoor]) -> Response[HealthReport]:
 async def deep_health(door: NamedDependency[EmbeddingDoor]) -> Response[DeepHealthReport]:
     """Whether real work is answered."""
     status = door.service.status()
-    if reason := _stopping(status):
-        return _down(DeepHealthReport(status="fail", reason=reason), status)
+    if reason := unready_reason(status):
+        is_loading = health_report(status).status == "loading"
+        state: Literal["fail", "loading"] = "loading" if is_loading else "fail"
+        return _down(DeepHealthReport(status=state, reason=reason), status)
     try:
         report = await door.service.canary()
-    except UnavailableError as error:
-        state: Literal["fail", "loading"] = "fail" if status.ready else "loading"
-        return _down(DeepHealthReport(status=state, reason=str(error)), status)
+    except UnavailableError as error:  # it has been given up, or stopped, just now
+        return _down(DeepHealthReport(status="fail", reason=str(error)), status)
     if not report.is_healthy:
         return _down(DeepHealthReport(status="fail", reason=report.reason or UNSET), status)
     return Response(
@@ -122,7 +124,7 @@ async def deep_health(door: NamedDependency[EmbeddingDoor]) -> Response[DeepHeal
 
 def _down(report: Report, status: ServiceStatus) -> Response[Report]:
     """A 503; while the server loads or stops it says when to ask again."""
-    is_passing = status.draining or not status.ready
+    is_passing = status.draining or not status.ready or status.delay is not None
     headers = retry_after(NOT_READY_RETRY_SECONDS) if is_passing else {}
     return Response(report, status_code=503, headers=headers)
 
@@ -137,7 +139,7 @@ def unready_reason(status: ServiceStatus) -> str | None:
         return status.failure
     if status.live_workers == 0:
         return "no worker is alive"
-    return None
+    return status.delay
 
 
 def health_report(status: ServiceStatus) -> HealthReport:
@@ -162,6 +164,8 @@ def health_report(status: ServiceStatus) -> HealthReport:
         return structs.replace(report, reason=reason)
     if status.live_workers == 0:
         return report
+    if status.delay:
+        return structs.replace(report, status="loading", reason=status.delay)
     if status.loaded_workers == 0:
         return structs.replace(report, status="idle")
     model, suspicion = status.model, _suspicion(status)

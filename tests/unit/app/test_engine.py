@@ -170,26 +170,6 @@ def test_a_poisoned_request_leaves_its_neighbours_alone():
     assert len(fine.embeddings) == 1
 
 
-def test_repeated_non_finite_outputs_take_health_away_until_one_is_finite():
-    """One poisoned text is its own fault; several in a row are the model's."""
-    backend = FakeBackend()
-    poison = FakeTokenizer().word_id("poison")
-
-    def ask(engine, text):
-        with contextlib.suppress(NonFiniteOutputError):
-            asyncio.run(engine.embed([text], Heads.DENSE))
-        return engine.status().failure
-
-    with stopping(engine_over(backend)) as engine:
-        backend.nan_id = poison
-        assert ask(engine, "poison") is None
-        assert ask(engine, "poison") is None
-        assert ask(engine, "poison") == (
-            "the model returned non-finite values for the last 3 texts"
-        )
-        assert ask(engine, "fine") is None
-
-
 def test_a_missing_head_is_refused_before_any_work():
     """A model without sparse output says so."""
     with (
