@@ -38,6 +38,9 @@ class Reload:
         self.load_seconds = 0.0
         self.failed_tries = 0
         self.has_ended = False
+
+    def start(self) -> None:
+        """Begin, and return at once."""
         self._thread.start()
 
     def stop(self) -> None:

@@ -264,6 +264,7 @@ class Supervisor:
     def _begin_reload(self) -> None:
         pause_seconds = self._settings.reload_pause_seconds
         self._reload = Reload(self._load_model, pause_seconds, self._clock, self._wake.set)
+        self._reload.start()
 
     def _finish_reload(self, reload: Reload) -> None:
         if reload.model is None:
