@@ -110,8 +110,8 @@ class WorkQueue:
             job.fail(error)
         self._drop_unwanted()
 
-    def gave_way(self, error: InferenceError) -> None:
-        """A worker fell over the queue itself: whatever waits might make the next one fall, too."""
+    def broke(self, error: InferenceError) -> None:
+        """A worker fell between two passes: whatever waits might make the next one fall, too."""
         self.failures_in_a_row += 1
         self.fail_all(error)
 

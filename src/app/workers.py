@@ -263,6 +263,6 @@ class WorkerPool:
             self._queue.failed(task, error, worker.serial)
         else:
             self._resting_until = self._clock() + REST_SECONDS
-            self._queue.gave_way(error)
+            self._queue.broke(error)
         self._start_missing()
         self._changed.notify_all()

@@ -74,8 +74,7 @@ def ready(door: NamedDependency[EmbeddingDoor]) -> Response[ReadyReport]:
     description=(
         "`loading` (503; `reason` where it was loaded before), `fail` (503: no worker is alive, "
         "or `reason`), `idle` (200: the next request loads the model again), `warn` (200: some "
-        "workers are gone, or may hang: "
-        "`reason`) or `ok` (200)."
+        "workers are gone, or may hang: `reason`) or `ok` (200)."
     ),
     tags=["operations"],
     responses=UNHEALTHY,
