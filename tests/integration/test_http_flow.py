@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+import time
 
 import pytest
 
@@ -54,6 +55,19 @@ def test_a_long_body_in_small_chunks(address):
     chunks = b"1;extension=none\r\n \r\n" * 20_000 + b'd\r\n{"input":"a"}\r\n0\r\n\r\n'
     head = CHUNKED.replace(b"host: x", b"connection: close")
     assert address.exchange(head + chunks).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("cut", [len(POST), 1])
+def test_a_wish_for_another_protocol_costs_no_body(address, cut):
+    """Java's client asks for HTTP/2 with every first request; it gets its answer in HTTP/1.1."""
+    body = b'{"input":"Upgrade: h2c"}'
+    wish = b"connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAE\r\n"
+    request = POST + wish + b"content-length: %d\r\n\r\n" % len(body) + body
+    with socket.create_connection((address.host, address.port)) as client:
+        client.sendall(request[:cut])
+        time.sleep(0.05)
+        client.sendall(request[cut:])
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
 
 
 def test_white_space_around_a_value_is_not_part_of_it(address, service):

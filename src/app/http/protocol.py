@@ -1,6 +1,7 @@
 """HTTP/1.1 below the application: what is no whole request still gets this project's envelope."""
 
 import asyncio
+import re
 import uuid
 from collections.abc import Callable
 from http import HTTPStatus
@@ -31,6 +32,8 @@ PIECE_BYTES = 4096
 """So much is parsed at a time: what follows a request in the same piece, up to 150 of the shortest
 requests, is taken in before its answer, and a head may be longer than allowed by two pieces."""
 
+_UPGRADE = re.compile(rb"^upgrade(?=:)", re.IGNORECASE | re.MULTILINE)
+
 TOO_MUCH_HEAD = Failure(
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
     "invalid_request_error",
@@ -52,7 +55,7 @@ class EnvelopeProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  uvicorn's own
         super().__init__(*args, **kwargs)
-        self._is_reading = False
+        self._is_reading = self._is_in_head = False
         self._unparsed = memoryview(b"")
         self._bytes_without_body = 0
         self._heard_at = 0.0
@@ -77,12 +80,17 @@ class EnvelopeProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """The first bytes of a request."""
         super().on_message_begin()
-        self._is_reading = True
+        self._is_reading = self._is_in_head = True
         self._bytes_without_body = -PIECE_BYTES  # of which the request may have little
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """White space around a value is not part of it (RFC 9110, 5.5)."""
         super().on_header(name, value.strip(b" \t"))
+
+    def on_headers_complete(self) -> None:
+        """The body follows."""
+        super().on_headers_complete()
+        self._is_in_head = False
 
     def on_body(self, body: bytes) -> None:
         """A piece of a body, whose length the application bounds."""
@@ -119,7 +127,9 @@ class EnvelopeProtocol(HttpToolsProtocol):
         """Take in what has come, as far as it is not ahead of an answer."""
         while self._unparsed and not self._owes_answer() and not self.transport.is_closing():
             piece, self._unparsed = self._unparsed[:PIECE_BYTES], self._unparsed[PIECE_BYTES:]
-            super().data_received(piece.tobytes())
+            data = piece.tobytes()
+            is_body = self._is_reading and not self._is_in_head
+            super().data_received(data if is_body else _without_upgrade(data))
             if self._is_reading:
                 self._bytes_without_body += len(piece)
                 if self._bytes_without_body > MAX_HEAD_BYTES:
@@ -208,6 +218,16 @@ class _Flow(FlowControl):
         """Read on, unless there is enough to do, or nothing will come."""
         if not self._is_ahead() and not self._transport.is_closing():
             super().resume_reading()
+
+
+def _without_upgrade(request: bytes) -> bytes:
+    """A piece of a request's head, as if it asked for no other protocol.
+
+    Java's `HttpClient` asks for HTTP/2 with every first request. The parser would take what follows
+    the headers for that protocol, and the body would be lost.
+    """
+    head, end, rest = request.partition(b"\r\n\r\n")
+    return _UPGRADE.sub(b"x-upgrade", head) + end + rest
 
 
 def envelope_protocol(read_timeout_seconds: float) -> type[EnvelopeProtocol]:
