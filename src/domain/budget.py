@@ -18,6 +18,9 @@ OS_HEADROOM_BYTES = 256 * 1024**2
 LEAST_USEFUL_TOKENS = 512
 """A server that cannot embed one text of this length is refused at start."""
 
+OVERRIDE_SOURCE = "override"
+"""Who says how much memory there is where a setting does."""
+
 RESIDENT_SCATTER_BYTES = 16 * 1024**2
 """By so much the same model's resident memory differs from one start to the next."""
 
@@ -140,7 +143,7 @@ def require_useful(
             if is_8_bit
             else "load a smaller model: BGE_M3_MODEL=w8 or int8 need a quarter of fp32's memory",
             _shorter_texts(budget, coefficients, least),
-            f"where {source} tells too little, say what there is: BGE_M3_AVAILABLE_MEMORY_BYTES",
+            _other_source(source),
             "end other processes that use this memory",
         )
         if way
@@ -231,6 +234,12 @@ def _shorter_texts(budget: Budget, coefficients: Coefficients, least: int) -> st
     if fitting < SHORT_TEXT_TOKENS:
         return None
     return f"accept only shorter texts: BGE_M3_MAX_SEQ_LENGTH={fitting}"
+
+
+def _other_source(source: str) -> str:
+    if source == OVERRIDE_SOURCE:
+        return "have it detected: leave BGE_M3_AVAILABLE_MEMORY_BYTES unset"
+    return f"where {source} tells too little, say what there is: BGE_M3_AVAILABLE_MEMORY_BYTES"
 
 
 def _count(number: int, noun: str) -> str:

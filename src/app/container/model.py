@@ -17,7 +17,7 @@ from ...adapters.memory.trim import trim_heap
 from ...adapters.models.files import ModelFiles
 from ...adapters.models.preview import PREVIEW_MODEL_ID, PREVIEW_NOTICE
 from ...adapters.tokenizer import load_tokenizer
-from ...domain.budget import Budget, conservative_coefficients, tightest_limit
+from ...domain.budget import OVERRIDE_SOURCE, Budget, conservative_coefficients, tightest_limit
 from ...domain.budget_override import Pins
 from ...domain.errors import EngineError, InferenceError, ProviderError, SelfTestError
 from ...domain.ports import GpuInfo, InferenceBackend, MemoryProbe, Tokenizer
@@ -157,7 +157,7 @@ def _rest(backends: Sequence[InferenceBackend], mapped_files: Sequence[Path]) ->
 def memory_limit(config: Config, probes: Sequence[MemoryProbe]) -> MemoryLimit:
     """What this process may use: as stated, or the least that any source says."""
     if config.available_memory_bytes is not None:
-        return MemoryLimit(config.available_memory_bytes, "override")
+        return MemoryLimit(config.available_memory_bytes, OVERRIDE_SOURCE)
     return tightest_limit(probes) or UNKNOWN_MEMORY
 
 

@@ -184,6 +184,12 @@ def test_three_ways_out_that_can_help(shares, is_8_bit, ways):
     assert f"safety factor / {shares.workers} worker{plural}\n" in str(refusal.value)
 
 
+def test_stated_memory_may_be_stated_too_low():
+    """Whoever has said how much there is need not be told to say it."""
+    with pytest.raises(ConfigError, match="leave BGE_M3_AVAILABLE_MEMORY_BYTES unset"):
+        require_useful(budget(GIB, 2 * GIB), "override", COEFFICIENTS, 8192, is_8_bit=True)
+
+
 @given(
     model_mib=st.integers(50, 3000),
     above_mib=st.integers(-200, 600),
