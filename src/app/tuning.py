@@ -49,6 +49,8 @@ class Tuner:
         self._clock = clock
         self._lock = threading.Lock()
         self._cancelled = threading.Event()
+        # Not the thread's own word: a `join` that was interrupted makes it say that it has ended.
+        self._has_ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._publish: Publish | None = None
         self._situation: Situation | None = None
@@ -85,6 +87,7 @@ class Tuner:
                 return
             if self._state is None or self._state.status is not ProbeStatus.RUNNING:
                 return
+            self._has_ended.clear()
             self._thread = threading.Thread(target=self._run, name="probe", daemon=True)
             self._thread.start()
 
@@ -100,8 +103,7 @@ class Tuner:
         self.cancel()
         if self._thread is None:
             return True
-        self._thread.join(timeout_seconds)
-        return not self._thread.is_alive()
+        return self._has_ended.wait(timeout_seconds)
 
     @property
     def is_stopping(self) -> bool:
@@ -132,7 +134,7 @@ class Tuner:
         self._is_serving = False
         self.start(lambda *_: None)
         if self._thread is not None:
-            self._thread.join()
+            self._has_ended.wait()
         detail = self.detail()
         assert detail is not None  # noqa: S101  callers have called `prepare`
         return detail
@@ -170,6 +172,12 @@ class Tuner:
         self._announce()
 
     def _run(self) -> None:
+        try:
+            self._probe()
+        finally:
+            self._has_ended.set()
+
+    def _probe(self) -> None:
         situation, meter = self._situation, self._probe_meter
         if situation is None or meter is None:
             return

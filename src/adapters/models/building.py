@@ -47,17 +47,18 @@ def move_to(target: Path, building: Path, is_there: Callable[[], bool]) -> None:
     Raises:
         OSError: it cannot be moved.
     """
-    if is_there():
-        return
-    with contextlib.suppress(FileNotFoundError):
-        replaced = _new_name(target)
-        target.rename(replaced)
-        shutil.rmtree(replaced, ignore_errors=True)
-    try:
-        building.rename(target)
-    except OSError:
-        if not is_there():
-            raise
+    with _one_at_a_time(target.parent):  # else one could replace what another has just moved
+        if is_there():
+            return
+        with contextlib.suppress(FileNotFoundError):
+            replaced = _new_name(target)
+            target.rename(replaced)
+            shutil.rmtree(replaced, ignore_errors=True)
+        try:
+            building.rename(target)
+        except OSError:
+            if not is_there():
+                raise
 
 
 def clear(directory: Path) -> None:
@@ -79,6 +80,21 @@ def _sweep(directory: Path) -> None:
             if lock is not None:
                 shutil.rmtree(leftover, ignore_errors=True)
                 os.close(lock)
+
+
+@contextlib.contextmanager
+def _one_at_a_time(directory: Path) -> Iterator[None]:
+    """Wait until nobody else is in here with `directory`, where that can be locked."""
+    if sys.platform == "win32":  # nothing locks directories
+        yield
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _lock(directory: Path) -> int | None:

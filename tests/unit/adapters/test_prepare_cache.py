@@ -9,6 +9,7 @@ import time
 import attrs
 import numpy as np
 import pytest
+from bge_m3_server.adapters.models.building import move_to
 from bge_m3_server.adapters.models.files import is_whole
 from bge_m3_server.adapters.models.prepare import prepare
 from bge_m3_server.domain.errors import CacheDirectoryError, PreparationError
@@ -137,6 +138,27 @@ def test_several_preparations_at_once_all_succeed(original, cache):
     assert results[0] == results[1] == results[2]
     assert kept(cache) == [results[0].graph_path.parent]
     assert is_whole(results[0].graph_path.parent)
+
+
+def test_what_has_just_been_moved_is_not_replaced(tmp_path):
+    """Of two builds that end together one is served; the other sees it, however close they are."""
+    target, first, second = tmp_path / "target", tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    other = threading.Thread(target=move_to, args=(target, second, target.exists))
+
+    def is_there():
+        was_there = target.exists()
+        if other.ident is None:  # the other one ends between this look and the move
+            other.start()
+            other.join(timeout=0.5)
+        return was_there
+
+    move_to(target, first, is_there)
+    other.join()
+
+    assert second.exists()
+    assert not first.exists()
 
 
 @pytest.mark.parametrize("other", ["whole", "damaged"])
