@@ -156,12 +156,12 @@ class Engine:
         """
         info, contract = self._require_ready()
         require_heads(contract, heads)
-        pool = self._pool.status()
+        demand = self._pool.demand()
         with self._admission.hold(
             size_bytes(texts, heads, info),
             guessed_tokens(texts, info),
-            pool.waiting_tokens,
-            pool.tokens_per_second,
+            demand.waiting_tokens,
+            demand.tokens_per_second,
         ):
             yield
 
@@ -187,8 +187,8 @@ class Engine:
 
     def receiving(self) -> AbstractContextManager[Callable[[int], None]]:
         """Bytes of bodies that are not decoded yet; see `Admission.receiving`."""
-        pool = self._pool.status()
-        return self._admission.receiving(pool.waiting_tokens, pool.tokens_per_second)
+        demand = self._pool.demand()
+        return self._admission.receiving(demand.waiting_tokens, demand.tokens_per_second)
 
     async def canary(self) -> CanaryReport:
         """Run a few tokens before all waiting work; a recent report is given again.
@@ -234,9 +234,9 @@ class Engine:
         self, texts: Sequence[str], heads: Heads, inputs: Sequence[int], deadline: float | None
     ) -> JobResult:
         info, _ = self._require_ready()
-        pool = self._pool.status()
+        demand = self._pool.demand()
         with self._admission.arriving(
-            guessed_tokens(texts, info), pool.waiting_tokens, pool.tokens_per_second
+            guessed_tokens(texts, info), demand.waiting_tokens, demand.tokens_per_second
         ):
             model = self._supervisor.model
             if model is None:
@@ -246,9 +246,11 @@ class Engine:
             tokenized = await self._tokenize(texts, model)
         tokenize_seconds = self._clock() - started
         places, texts_once = distinct(tokenized)
-        pool = self._pool.status()
+        demand = self._pool.demand()
         needed_tokens = sum(map(len, texts_once))
-        self._admission.require_tokens(needed_tokens, pool.waiting_tokens, pool.tokens_per_second)
+        self._admission.require_tokens(
+            needed_tokens, demand.waiting_tokens, demand.tokens_per_second
+        )
         if tuning := self._supervisor.tuning:
             require_room([len(text) for text in tokenized], tuning, inputs)
         first_inputs: dict[int, int] = {}

@@ -12,7 +12,7 @@ from ..domain.scheduling import Scheduler
 from ..domain.types import Embedding
 from .jobs import Job, Task, after_failure, blame
 from .pace import Pace
-from .room import Room
+from .workspace_room import Room
 
 MAX_BUDGET_HALVINGS = 4
 """Out of memory lowers the budget to a sixteenth at most: beyond that the cause lies elsewhere."""

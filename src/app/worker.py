@@ -43,6 +43,14 @@ class Worker:
 
 
 @attrs.frozen
+class Demand:
+    """What waits, and how fast it is done; the speed is None where it is not known."""
+
+    waiting_tokens: int
+    tokens_per_second: float | None
+
+
+@attrs.frozen
 class PoolStatus:
     """A snapshot.
 

@@ -16,9 +16,9 @@ from ..domain.ports import Clock, InferenceBackend, Telemetry
 from ..domain.types import Embedding
 from .jobs import Job, Task
 from .loading import LoadedModel
-from .room import Room, room_beside
 from .work_queue import WorkQueue
-from .worker import PoolStatus, Worker
+from .worker import Demand, PoolStatus, Worker
+from .workspace_room import Room, room_beside
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class WorkerPool:
         """The present state, at once."""
         with self._changed:
             queue, live = self._queue, len(self._workers)
-            pace, now = queue.pace.seconds_per_token, self._clock()
+            now = self._clock()
             are_all_busy = queue.is_making_room(self._room())
             return PoolStatus(
                 live_workers=live,
@@ -108,13 +108,18 @@ class WorkerPool:
                 replaced_workers=self._replaced,
                 waiting_texts=queue.waiting_texts,
                 waiting_tokens=queue.waiting_tokens,
-                tokens_per_second=live / pace if pace and live else None,
+                tokens_per_second=self._tokens_per_second(),
                 failures_in_a_row=queue.failures_in_a_row,
                 non_finite_in_a_row=queue.non_finite_in_a_row,
                 idle_since=None if queue.has_jobs else queue.last_job_ended_at,
                 has_work=queue.has_jobs,
                 passed=queue.pace.passed,
             )
+
+    def demand(self) -> Demand:
+        """What every request asks for: two figures of `status`, and quickly."""
+        with self._changed:
+            return Demand(self._queue.waiting_tokens, self._tokens_per_second())
 
     def look_after_workers(self) -> None:
         """Replace those whose chunk takes far too long, and those that are missing."""
@@ -154,6 +159,10 @@ class WorkerPool:
             self._changed.wait_for(
                 lambda: not self._workers and (self._refusal or not self._queue.has_jobs)
             )
+
+    def _tokens_per_second(self) -> float | None:
+        pace, live = self._queue.pace.seconds_per_token, len(self._workers)
+        return live / pace if pace and live else None
 
     def _free_workers(self) -> int:
         return sum(worker.task is None for worker in self._workers)
