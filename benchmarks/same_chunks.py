@@ -48,6 +48,7 @@ class Noting:
     def __init__(self, backend: InferenceBackend, tell: Connection) -> None:
         self.contract = backend.contract
         self.projections = backend.projections
+        self.release = backend.release
         self.close = backend.close
         self._backend = backend
         self._tell = tell

@@ -6,6 +6,7 @@ ratio for BGE-M3 is smaller) and writes a 256 x 1024 answer, interleaved, and pr
     .venv/bin/python benchmarks/serialisation.py
 """
 
+import argparse
 import asyncio
 import statistics
 import time
@@ -25,6 +26,9 @@ DIMENSIONS = 1024
 
 def main() -> None:
     """Measure and print."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    ).parse_args()
     cache = Path(__file__).parent.parent / ".cache"
     config = load_config({"BGE_M3_MODEL": "preview", "BGE_M3_CACHE_DIR": str(cache)}, "linux")
     engine = build_container(config).engine()

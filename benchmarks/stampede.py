@@ -3,6 +3,7 @@
 .venv/bin/python -m benchmarks.stampede
 """
 
+import argparse
 import asyncio
 import http.client
 import multiprocessing
@@ -174,6 +175,9 @@ def persist(clients: int) -> list[int]:
 
 def main() -> None:
     """Print the figures; exit code 1 when something is not acceptable."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    ).parse_args()
     report = run(1000)
     print(f"answers: {dict(report.answers)}, resets: {report.resets}")
     print(f"429 without a hint: {report.hints_missing}")
