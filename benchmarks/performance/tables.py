@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+from bge_m3_server.adapters.openvino.choice import prefers_openvino
+
 from benchmarks.performance.contenders import BASELINE, PRODUCT
 from benchmarks.performance.machine import versions_line
 from benchmarks.performance.matrix_rate import FLOP_PER_TOKEN, GFLOP, layer_rates
@@ -42,6 +44,7 @@ def report(results: Results) -> str:
         ),
         ("Least cosine of a dense vector to the fp32 reference", _grid(results, _cosine)),
         ("HTTP compared with the bare engine", _shares(results)),
+        ("The engine that `BGE_M3_EP=auto` takes here, compared with the other", _rule(results)),
         (f"Matrix rate of this machine, {results.options['threads']} threads", _matrix(results)),
         ("Not measured", _reasons(results)),
     ]
@@ -129,6 +132,29 @@ def _shares(results: Results) -> str:
         if set(shares) != {NOTHING}:
             lines.append([name, *shares])
     return markdown_table(["", *results.rows], lines) if lines else ""
+
+
+def _rule(results: Results) -> str:
+    """How many times the other's tokens per second, over HTTP; below 1.0 the rule is wrong."""
+    machine = results.machine
+    architecture = machine.system.rpartition(" ")[2]
+    preference = prefers_openvino(
+        is_installed=True, architecture=architecture, cpu_flags=machine.flags
+    )
+    names = [f"{PRODUCT} {engine} w8, HTTP" for engine in ("cpu", "openvino")]
+    other, taken = names if preference.is_preferred else reversed(names)
+    times = []
+    for row in results.rows:
+        cells = results.cell(taken, row), results.cell(other, row)
+        times.append(
+            f"{cells[0].tokens_per_second / cells[1].tokens_per_second:.2f}×"
+            if cells[0] and cells[1]
+            else NOTHING
+        )
+    if set(times) == {NOTHING}:
+        return ""
+    table = markdown_table(["", *results.rows], [[f"{taken} / {other}", *times]])
+    return f"{table}\n\nThe rule's reason: {preference.reason}."
 
 
 def _matrix(results: Results) -> str:

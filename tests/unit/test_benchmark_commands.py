@@ -4,10 +4,28 @@ import sys
 
 import pytest
 
-from benchmarks import faults, load, soak
+from benchmarks import (
+    faults,
+    load,
+    memory_limit,
+    overhead,
+    resident,
+    same_chunks,
+    serialisation,
+    soak,
+    stampede,
+    warm_start,
+    workspace,
+)
 
 
-@pytest.mark.parametrize("benchmark", [load, faults, soak])
+@pytest.mark.parametrize(
+    "benchmark",
+    [
+        *(faults, load, memory_limit, overhead, resident, same_chunks),
+        *(serialisation, soak, stampede, warm_start, workspace),
+    ],
+)
 def test_help_shows_what_a_benchmark_does(benchmark, monkeypatch, capsys):
     """Nobody has to read the file, or to wait ten minutes."""
     monkeypatch.setattr(sys, "argv", [benchmark.__name__, "--help"])

@@ -1,5 +1,6 @@
 """The benchmark's results: summary, file and tables."""
 
+import attrs
 import pytest
 
 from benchmarks.performance.contenders import BASELINE
@@ -90,6 +91,30 @@ def test_http_is_compared_with_the_bare_engine(results):
     """In per cent of its tokens per second."""
     share = line_of("HTTP compared", "bge-m3-server cpu w8", report(results))
     assert share[1:] == ["80%", "–"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "system", "line"),
+    [
+        (("avx512_vnni",), "Linux 6 x86_64", ("openvino w8, HTTP / bge-m3-server cpu", "2.00×")),
+        (("avx2",), "Linux 6 x86_64", ("cpu w8, HTTP / bge-m3-server openvino", "0.50×")),
+        (("i8mm",), "Linux 6 aarch64", ("cpu w8, HTTP / bge-m3-server openvino", "0.50×")),
+    ],
+)
+def test_the_rule_for_engines_is_held_against_the_figures(results, flags, system, line):
+    """What `auto` would take on the machine of the result, over what it would leave."""
+    results.machine = attrs.evolve(results.machine, flags=flags, system=system)
+    results.add("bge-m3-server openvino w8, HTTP", "8×128", sample(1.0))
+    name, times = line
+    shown = line_of(
+        "The engine that `BGE_M3_EP=auto` takes", f"bge-m3-server {name}", report(results)
+    )
+    assert shown[1:] == [times, "–"]
+
+
+def test_the_rule_is_not_shown_where_one_engine_was_measured(results):
+    """There is nothing to compare."""
+    assert "BGE_M3_EP=auto" not in report(results)
 
 
 def test_memory_is_shown_with_what_the_row_took_and_kept(results):
