@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.performance.workloads import (
+    MAX_WORD_LETTERS,
     Spread,
     lengths_of_sum,
     log_normal_lengths,
@@ -70,6 +71,17 @@ def test_texts_have_the_tokens_that_were_asked_for(maker):
     lengths = [2, 3, 12, 64]
     texts = maker.texts("row", 0, lengths)
     assert [len(encoding.ids) for encoding in maker.tokenizer.encode_batch(texts)] == lengths
+
+
+def test_words_are_short(tmp_path):
+    """So that the longest text is within the limit of characters that a server may have."""
+    path = tmp_path / "tokenizer.json"
+    tiny = tiny_tokenizer(400).to_str()
+    path.write_text(tiny.replace("▁hello", "▁helloworld"), encoding="utf-8")
+    words = text_maker(path).words
+    assert "world" in words
+    assert "helloworld" not in words
+    assert max(map(len, words)) <= MAX_WORD_LETTERS
 
 
 def test_every_variant_has_texts_of_its_own(maker):
