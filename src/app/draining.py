@@ -1,7 +1,6 @@
 """The HTTP server, with an end that load balancers and clients can follow."""
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -14,6 +13,7 @@ import uvicorn
 
 from .engine import Engine
 from .http.protocol import EnvelopeProtocol
+from .listeners import HANDSHAKE_SECONDS, accept_the_last, shared, turn_newcomers_away
 
 logger = logging.getLogger(__name__)
 
@@ -68,27 +68,18 @@ class DrainingServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting, but not before every connection that was made is taken in."""
         loop = asyncio.get_running_loop()
-        for connection in self._close_listeners():
+        listeners = [
+            shared(listener.fileno()) for server in self.servers for listener in server.sockets
+        ]
+        for listener in listeners:
+            turn_newcomers_away(listener)
+        await asyncio.sleep(HANDSHAKE_SECONDS)
+        for server in self.servers:
+            server.close()
+        for connection in accept_the_last(listeners):
             await loop.connect_accepted_socket(self._protocol, connection)
         await asyncio.sleep(0)  # the loop introduces those that it has accepted itself
         await super().shutdown(sockets)
-
-    def _close_listeners(self) -> list[socket.socket]:
-        """What the kernel has accepted, which it would reset when the last listener closes."""
-        sharing = [
-            socket.socket(fileno=os.dup(listener.fileno()))
-            for server in self.servers
-            for listener in server.sockets
-        ]
-        for server in self.servers:
-            server.close()
-        accepted = []
-        for listener in sharing:
-            with listener, contextlib.suppress(OSError):  # BlockingIOError: there are no more
-                listener.settimeout(0)
-                while True:
-                    accepted.append(listener.accept()[0])
-        return accepted
 
     def _protocol(self) -> asyncio.Protocol:
         protocol: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]  # as uvicorn
