@@ -53,6 +53,8 @@ def run_python(script: str, **variables: str) -> str:
 @contextlib.contextmanager
 def cli(*arguments: str, **variables: str) -> Iterator[subprocess.Popen]:
     """A command that is at work, with its output in pipes; ended at the end."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so in a shell's background: inherited
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(
         [sys.executable, "-m", "bge_m3_server.app.cli", *arguments],
         env=clean_environment(**variables),
