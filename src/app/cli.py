@@ -14,7 +14,7 @@ import attrs
 
 from .. import __version__
 from ..domain.budget import conservative_coefficients
-from ..domain.errors import ConfigError, ModelError
+from ..domain.errors import BgeM3Error, ConfigError
 from ..domain.probe_fit import Fit, fit_workspace
 from .config import Config, ModelVariant, load_config
 from .container import build_container
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"bge-m3-server: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIGURATION
-    except ModelError as error:
+    except BgeM3Error as error:
         print(f"bge-m3-server: {error}", file=sys.stderr)
         return EXIT_FAILURE
     except KeyboardInterrupt:

@@ -88,6 +88,7 @@ class Config:
     model_dir: Path | None
     execution_provider: ExecutionProvider
     execution_provider_reason: str
+    onednn_max_isa: str
     host: str
     port: int
     workers: int | None
@@ -161,6 +162,8 @@ def load_config(environment: Mapping[str, str], platform: str) -> Config:
         model_dir=read.parsed("BGE_M3_MODEL_DIR", None, _parse_directory),
         execution_provider=provider,
         execution_provider_reason="BGE_M3_EP, or the default of this system",
+        # oneDNN reads both names, in this order.
+        onednn_max_isa=read.text("ONEDNN_MAX_CPU_ISA", read.text("DNNL_MAX_CPU_ISA", "")),
         host=host,
         port=port,
         workers=read.count("BGE_M3_WORKERS", None),

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import uvicorn
 
 from .. import __version__
-from ..domain.errors import ConfigError, ModelError
+from ..domain.errors import BgeM3Error, ConfigError
 from .config import Config
 from .container import Container
 from .draining import EXIT_CUT_SHORT, DrainingServer
@@ -88,7 +88,7 @@ def serve(config: Config, container: Container) -> int:
             )
         )
     for error in failures:
-        is_explained = isinstance(error, ConfigError | ModelError | OSError)
+        is_explained = isinstance(error, BgeM3Error | OSError)
         logger.error("start failed: %s", error, exc_info=None if is_explained else error)
         if "\n" in str(error):  # which a log line cannot show as it is meant
             sys.stderr.write(f"bge-m3-server: {error}\n")

@@ -5,6 +5,7 @@ import json
 import httpx
 import numpy as np
 import pytest
+from bge_m3_server.adapters.processor import may_multiply_int8, read_cpu_flags
 
 from tests.support.openvino_mark import needs_openvino
 from tests.support.preparable import TOO_COARSE, write_preparable
@@ -65,10 +66,15 @@ def exact(directory, tmp_path_factory):
     return vectors
 
 
-@pytest.mark.parametrize("engine", ["cpu", pytest.param("openvino", marks=needs_openvino)])
-def test_the_first_start_prepares_and_the_second_does_not(directory, exact, tmp_path, engine):
+@pytest.mark.parametrize(
+    ("engine", "model"),
+    [("cpu", "w8"), pytest.param("openvino", "auto", marks=needs_openvino)],
+)
+def test_the_first_start_prepares_and_the_second_does_not(
+    directory, exact, tmp_path, engine, model
+):
     """Both starts answer as fp32 does, with other numbers than it."""
-    environment = settings(directory, tmp_path, BGE_M3_EP=engine)
+    environment = settings(directory, tmp_path, BGE_M3_EP=engine, BGE_M3_MODEL=model)
     with running_server(environment) as server:
         assert lines(server, "preparing the model")
         first = answers(server)
@@ -94,14 +100,16 @@ def test_prepare_leaves_nothing_to_do_for_serve(directory, exact, tmp_path):
         assert lowest_cosine(answers(server), exact) >= 0.9995
 
 
+@needs_openvino
 def test_a_refused_model_is_served_as_it_is(coarse, tmp_path):
     """Nobody asked for 8 bits: the answers are fp32's, and a warning has the figures."""
-    with running_server(settings(coarse, tmp_path)) as server:
+    by_default = settings(coarse, tmp_path, BGE_M3_EP="openvino")
+    with running_server(by_default) as server:
         line = json.loads(server.wait_for_log("the model is served as it is"))
         refused = answers(server)
     assert line["level"] == "WARN"
     assert REFUSED in json.dumps(line)
-    with running_server(settings(coarse, tmp_path, BGE_M3_MODEL="fp32")) as server:
+    with running_server(by_default | {"BGE_M3_MODEL": "fp32"}) as server:
         np.testing.assert_array_equal(answers(server), refused)
 
 
@@ -118,6 +126,34 @@ def test_a_refused_model_is_not_served_as_w8(coarse, tmp_path):
     assert "BGE_M3_MODEL=fp32" in done.stderr
 
 
+def test_onnx_runtime_serves_what_is_faster_on_this_processor(directory, tmp_path):
+    """8 bits where they are multiplied at once; elsewhere as it is, and w8 with a warning."""
+    is_faster = may_multiply_int8(read_cpu_flags())
+    with running_server(settings(directory, tmp_path)) as server:
+        assert bool(lines(server, "preparing the model")) is is_faster
+        assert bool(lines(server, "served as it is, for 8-bit weights")) is not is_faster
+    with running_server(settings(directory, tmp_path, BGE_M3_MODEL="w8")) as server:
+        assert bool(lines(server, "0.7 to 0.8 times the speed")) is not is_faster
+
+
+def test_a_source_that_computes_nonsense_is_told_in_one_line(tmp_path):
+    """Neither `prepare` nor the server ends with a traceback."""
+    graph = write_preparable(tmp_path / "model")
+    data = graph.with_name(f"{graph.name}_data")
+    data.write_bytes(b"\xff" * data.stat().st_size)  # NaN, all of it
+    environment = settings(tmp_path / "model", tmp_path / "cache")
+
+    done = run_cli("prepare", **environment)
+
+    assert done.returncode == 1
+    assert "its source gives no numbers" in done.stderr
+    assert "Traceback" not in done.stderr
+    with running_server(environment, wait_until_ready=False) as server:
+        assert server.process.wait(timeout=60) != 0
+        assert lines(server, "start failed")
+        assert not lines(server, "Traceback")
+
+
 def test_fp16_on_a_cpu_is_served_with_a_warning(tmp_path):
     """The warning names the factor."""
     write_tiny_model(tmp_path / "half", precision="fp16")
@@ -129,7 +165,17 @@ def test_fp16_on_a_cpu_is_served_with_a_warning(tmp_path):
 
 @needs_openvino
 def test_an_engine_chosen_by_rule_serves_on_a_lesser_processor(directory, exact, tmp_path):
-    """With the wide instructions masked, the chosen engine or its replacement answers."""
-    environment = settings(directory, tmp_path, BGE_M3_EP="auto", ONEDNN_MAX_CPU_ISA="AVX2")
+    """With the instructions masked that it needs, OpenVINO is not chosen."""
+    environment = settings(directory, tmp_path, BGE_M3_EP="auto", ONEDNN_MAX_CPU_ISA="SSE41")
+    with running_server(environment) as server:
+        assert lowest_cosine(answers(server), exact) >= 0.9995
+        started = json.loads(server.wait_for_log("Starting bge-m3-server"))
+    assert started["fields"]["execution_provider"] == "cpu"
+
+
+@needs_openvino
+def test_an_engine_that_was_named_serves_on_a_lesser_processor(directory, exact, tmp_path):
+    """Slower, but right."""
+    environment = settings(directory, tmp_path, BGE_M3_EP="openvino", ONEDNN_MAX_CPU_ISA="AVX2")
     with running_server(environment) as server:
         assert lowest_cosine(answers(server), exact) >= 0.9995

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import (
     faults,
+    lesser_processor,
     load,
     memory_limit,
     overhead,
@@ -22,7 +23,7 @@ from benchmarks import (
 @pytest.mark.parametrize(
     "benchmark",
     [
-        *(faults, load, memory_limit, overhead, resident, same_chunks),
+        *(faults, lesser_processor, load, memory_limit, overhead, resident, same_chunks),
         *(serialisation, soak, stampede, warm_start, workspace),
     ],
 )

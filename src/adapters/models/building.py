@@ -1,6 +1,7 @@
 """A directory that appears when it is whole: filled under another name, then moved."""
 
 import contextlib
+import errno
 import os
 import shutil
 import sys
@@ -12,6 +13,9 @@ from pathlib import Path
 if sys.platform != "win32":
     import fcntl
 
+_CANNOT_FLUSH = {errno.EINVAL, errno.ENOTSUP, errno.EROFS}
+"""What file systems say that have no way to do so."""
+
 _BUILDING = ".building-"
 _LOCKED_SECONDS = 10
 """Within them whoever builds has locked the directory that it made."""
@@ -21,13 +25,10 @@ _LOCKED_SECONDS = 10
 def building_beside(target: Path) -> Iterator[Path]:
     """A new directory to fill, beside `target`; unless it is moved it is removed at the end.
 
-    What builds that were killed have left there is removed, too.
-
     Raises:
         OSError: there cannot be a directory.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(target.parent)
     building = _new_name(target)
     building.mkdir()
     lock = _lock(building)
@@ -42,23 +43,28 @@ def building_beside(target: Path) -> Iterator[Path]:
 def move_to(target: Path, building: Path, is_there: Callable[[], bool]) -> None:
     """Move `building` to `target`, unless another process was first: then its files stay.
 
+    What was written is on the disk before it has that name: a loss of power leaves all or nothing.
+
     `is_there`: whether what lies at `target` serves as well; if not, it is replaced.
 
     Raises:
         OSError: it cannot be moved.
     """
+    for path in (*building.iterdir(), building):
+        _flush(path)
     with _one_at_a_time(target.parent):  # else one could replace what another has just moved
         if is_there():
             return
         with contextlib.suppress(FileNotFoundError):
             replaced = _new_name(target)
             target.rename(replaced)
-            shutil.rmtree(replaced, ignore_errors=True)
+            _remove(replaced)
         try:
             building.rename(target)
         except OSError:
             if not is_there():
                 raise
+        _flush(target.parent)
 
 
 def clear(directory: Path) -> None:
@@ -71,15 +77,41 @@ def _new_name(target: Path) -> Path:
     return target.with_name(f"{_BUILDING}{uuid.uuid4().hex}")
 
 
-def _sweep(directory: Path) -> None:
+def sweep(directory: Path) -> None:
     """Remove what builds that were killed have left behind; those at work hold a lock."""
     for leftover in directory.glob(f"{_BUILDING}*"):
         with contextlib.suppress(FileNotFoundError):  # another build ends just now
+            if leftover.is_symlink() or not leftover.is_dir():
+                _remove(leftover)
+                continue
             is_old = time.time() - leftover.stat().st_mtime > _LOCKED_SECONDS
             lock = _lock(leftover) if is_old else None
             if lock is not None:
-                shutil.rmtree(leftover, ignore_errors=True)
+                _remove(leftover)
                 os.close(lock)
+
+
+def _remove(path: Path) -> None:
+    """A directory with all that is in it, a file or a link, as far as that can be done."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
+    if sys.platform == "win32":  # directories cannot be opened
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_FLUSH:
+            raise
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import uuid
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,12 @@ SPARSE_HEAD = "sparse_linear.pt"
 COLBERT_HEAD = "colbert_linear.pt"
 
 RECORD_NAME = "bge-m3-server.files.json"
+DAMAGE = (
+    *(ValueError, LookupError, TypeError, AttributeError, EOFError),
+    *(OverflowError, RecursionError, zipfile.BadZipFile),
+)
+"""What reading a damaged JSON or ``.npz`` file can raise."""
+
 _READ_BYTES = 1 << 20
 _GIT_HASH_DIGITS = 40
 
@@ -49,6 +56,7 @@ class ModelFiles:
 class FileRecord:
     """What a file was when it was last hashed.
 
+    `ctime_ns`: when it was changed or put there, which nobody can set; 0 if unknown.
     `source`: repository and revision it came from; empty if unknown.
     """
 
@@ -56,6 +64,7 @@ class FileRecord:
     mtime_ns: int
     sha256: str
     source: str = ""
+    ctime_ns: int = 0
 
 
 def verify_file(
@@ -91,7 +100,7 @@ def verify_file(
                 f"{REMEDY}"
             )
     source = known.source if known is not None else ""
-    return FileRecord(status.st_size, status.st_mtime_ns, sha256, source)
+    return FileRecord(status.st_size, status.st_mtime_ns, sha256, source, status.st_ctime_ns)
 
 
 def is_whole(directory: Path) -> bool:
@@ -129,7 +138,7 @@ def read_record(directory: Path) -> dict[str, FileRecord]:
         return {str(name): _record(entry) for name, entry in entries.items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, *DAMAGE) as error:
         logger.warning("%s is unreadable (%r)", directory / RECORD_NAME, error)
         return {}
 
@@ -140,6 +149,7 @@ def _record(entry: Mapping[str, Any]) -> FileRecord:
         mtime_ns=int(entry["mtime_ns"]),
         sha256=str(entry["sha256"]),
         source=str(entry["source"]),
+        ctime_ns=int(entry.get("ctime_ns", 0)),
     )
 
 

@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import uuid
-import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,14 @@ from typing import Any
 import attrs
 import onnx
 
-from ...domain.errors import CacheDirectoryError, PreparationError
+from ...domain.errors import CacheDirectoryError, NonFiniteOutputError, PreparationError
 from ...domain.fidelity import FLOORS, Fidelity, fidelity, shortfalls
 from ...domain.ports import InferenceBackend, Tokenizer
 from ...domain.types import Attention, Embedding, ModelContract
 from .block_weights import halve_tables, quantize_matmuls, store_remaining
-from .building import building_beside, clear, move_to
+from .building import building_beside, clear, move_to, sweep
 from .contract import ATTENTION_HEADS_KEY, ATTENTION_KEY, MAX_TOKENS_KEY
-from .files import ModelFiles, is_whole, verify_file, write_record
+from .files import DAMAGE, ModelFiles, is_whole, verify_file, write_record
 from .fusion import fuse, make_mask_optional
 from .ready_heads import add_ready_heads
 from .source_digest import source_digest
@@ -49,9 +48,6 @@ REFERENCE_NAME = "reference.npz"
 """What the source makes of the fixed texts."""
 
 _DIRECTORY = "prepared"
-
-_DAMAGE = (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile)
-"""What reading a damaged JSON or ``.npz`` file can raise."""
 
 Progress = Callable[[str, float], None]
 """Told the step and the share that is done, from 0 to 1."""
@@ -110,6 +106,7 @@ def prepare(
     """
     directory = cache_dir / _DIRECTORY
     try:
+        sweep(directory)
         digest = source_digest(source.files, directory)
         target = directory / f"{digest[:24]}-{engine.name}-recipe{RECIPE_VERSION}"
         if not (is_whole(target) and _holds_here(source, engine, target, floors)):
@@ -140,7 +137,7 @@ def _verdict(target: Path) -> dict[str, Any]:
 
 
 def _is_made_here(engine: Engine, target: Path) -> bool:
-    with contextlib.suppress(*_DAMAGE):
+    with contextlib.suppress(*DAMAGE):
         return is_whole(target) and _verdict(target)["environment"] == engine.environment
     return False
 
@@ -158,18 +155,21 @@ def _holds_here(source: Source, engine: Engine, target: Path, floors: Fidelity) 
             return False
         reference = read_embeddings(target / REFERENCE_NAME)
         graph, block_size = target / verdict["graph"], verdict["block_size"]
-    except _DAMAGE as error:
+        found = _compare(source, engine, graph, reference, block_size)
+    except DAMAGE as error:
         logger.warning("%s is damaged (%s) and is built again", target, error)
         return False
-    found = _compare(source, engine, graph, reference, block_size)
     if problems := shortfalls(found, floors):
         logger.warning("a prepared model is built again, for %s: %s", engine.environment, problems)
         return False
     record = {"environment": engine.environment, "fidelity": attrs.asdict(found)}
-    with contextlib.suppress(OSError):  # a directory that is only read: the next start compares
-        written = agreement.with_name(f".{agreement.name}.{uuid.uuid4().hex}")
+    written = agreement.with_name(f".{agreement.name}.{uuid.uuid4().hex}")
+    try:
         written.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         written.replace(agreement)
+    except OSError:  # a directory that is only read: the next start compares
+        with contextlib.suppress(OSError):
+            written.unlink(missing_ok=True)
     return True
 
 
@@ -179,7 +179,7 @@ def _agrees(agreement: Path, engine: Engine, floors: Fidelity) -> bool:
         record = json.loads(agreement.read_text(encoding="utf-8"))
         found = Fidelity(**record["fidelity"])
         return record["environment"] == engine.environment and not shortfalls(found, floors)
-    except (OSError, *_DAMAGE):  # none, or only half of one: compared again
+    except (OSError, *DAMAGE):  # none, or only half of one: compared again
         return False
 
 
@@ -220,8 +220,12 @@ def _try_block_sizes(
     progress("embedding fixed texts with the source", 0.0)
     backend = source.load()
     contract = backend.contract
-    reference = embed_fixed_texts(source.load_tokenizer, backend)
-    backend.close()
+    try:
+        reference = embed_fixed_texts(source.load_tokenizer, backend)
+    except NonFiniteOutputError as error:
+        raise PreparationError(f"its source gives no numbers ({error})") from error
+    finally:
+        backend.close()
     problems: list[str] = []
     for attempt, block_size in enumerate(BLOCK_SIZES):
         done = (1 + 2 * attempt) / (1 + 2 * len(BLOCK_SIZES))

@@ -9,9 +9,11 @@ from .onnx_file import check_external_data, inspect_graph
 
 
 def source_digest(files: ModelFiles, memory: Path) -> str:
-    """Hash of the graph, its external weights and the heads, in hex.
+    """Hash of the graph, its external weights, the tokenizer and the heads, in hex.
 
-    Gigabytes are hashed once: `memory` is a directory that keeps what each file was.
+    Gigabytes are hashed once: `memory` is a directory that keeps what each file was. There another
+    file may come to lie under the same path, and images are built with the same times everywhere:
+    only one that was not put there since is known.
 
     Raises:
         CorruptFileError: a file is damaged, missing or too short.
@@ -35,9 +37,10 @@ def _parts(files: ModelFiles) -> Iterator[Path]:
     references = inspect_graph(files.graph_path).external
     for location in sorted({reference.location for reference in references}):
         yield files.graph_path.parent / location
-    for head in (files.sparse_path, files.colbert_path):
-        if head is not None:
-            yield head
+    # What the prepared form was compared on depends on the tokenizer.
+    for path in (files.tokenizer_path, files.sparse_path, files.colbert_path):
+        if path is not None:
+            yield path
 
 
 def _record(path: Path, known: FileRecord | None) -> FileRecord:
@@ -46,5 +49,6 @@ def _record(path: Path, known: FileRecord | None) -> FileRecord:
         known is not None
         and known.size_bytes == status.st_size
         and known.mtime_ns == status.st_mtime_ns
+        and known.ctime_ns == status.st_ctime_ns
     )
     return verify_file(path, known if is_same else None)

@@ -171,7 +171,8 @@ def load_openvino_backend(
     Raises:
         ProviderError: OpenVINO is not installed.
         CorruptFileError: a file of the model is damaged or missing.
-        ModelError: there is no such file, or the engine cannot load it.
+        ModelError: there is no such file.
+        EngineError: the engine cannot read or compile it.
         ContractError: the graph fits no known layout.
     """
     core = import_openvino().Core()
@@ -239,7 +240,10 @@ def _read(core: Any, graph_path: Path) -> tuple[Any, GraphDescription]:  # noqa:
                 f"{graph_path} or a file beside it is damaged ({reason(error)}): "
                 "delete the model and get it again"
             ) from error
-        raise ModelError(f"openvino cannot read {graph_path}: {reason(error)}") from error
+        raise EngineError(
+            f"openvino cannot read {graph_path}: {reason(error)}; "
+            "choose another engine with BGE_M3_EP"
+        ) from error
     return model, describe_ir(model) if is_ir else inspect_graph(graph_path)
 
 

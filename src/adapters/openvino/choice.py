@@ -1,21 +1,32 @@
 """Whether OpenVINO is the faster engine here: a rule, so that a log can tell the reason."""
 
-import re
-from collections.abc import Collection
-from pathlib import Path
+from collections.abc import Collection, Mapping
 
 import attrs
 
-INT8_FLAGS = ("amx_int8", "avx512_vnni", "avx_vnni")
-"""Linux's names of the instructions that multiply int8 matrices, the widest first."""
+_FASTEST_FIRST = ("amx_int8", "avx512_vnni", "avx_vnni", "avx2")
+"""Linux's names of instructions with any of which OpenVINO is faster than ONNX Runtime."""
 
-ARITHMETIC_FLAGS = frozenset(
-    (*INT8_FLAGS, "amx_bf16", "avx512_bf16", "avx512f", "avx2", "fma", "asimddp", "i8mm", "bf16")
-)
-"""Those that decide how engines round 8-bit and bfloat16 products, on x86-64 and on ARM."""
+_AMX = frozenset({"amx_int8", "amx_bf16"})
+_INT8 = frozenset({"amx_int8", "avx512_vnni", "avx_vnni"})
+_AVX512 = frozenset({"avx512f", "avx512_vnni", "avx512_bf16"})
+
+_BEYOND: Mapping[str, frozenset[str]] = {
+    "SSE41": _AMX | _INT8 | _AVX512 | {"avx2", "fma"},
+    "AVX": _AMX | _INT8 | _AVX512 | {"avx2", "fma"},
+    "AVX2": _AMX | _INT8 | _AVX512,
+    "AVX2_VNNI": _AMX | _AVX512,
+    "AVX2_VNNI_2": _AMX | _AVX512,
+    "AVX512_CORE": _AMX | _INT8 | {"avx512_bf16"},
+    "AVX512_CORE_VNNI": _AMX | {"avx512_bf16"},
+    "AVX512_CORE_BF16": _AMX,
+    "AVX512_CORE_FP16": _AMX,
+    "AVX10_1_512": _AMX,
+}
+"""What each value of ``ONEDNN_MAX_CPU_ISA`` keeps from OpenVINO, whose kernels are oneDNN's; other
+values keep nothing. From the table in oneDNN's "CPU Dispatcher Control"."""
 
 _X86_64 = ("x86_64", "amd64")
-_FLAGS = re.compile(r"^(?:flags|Features)\s*:(.*)$", re.MULTILINE)
 
 
 @attrs.frozen
@@ -27,19 +38,23 @@ class Preference:
 
 
 def prefers_openvino(
-    *, is_installed: bool, architecture: str, cpu_flags: Collection[str]
+    *, is_installed: bool, architecture: str, cpu_flags: Collection[str], max_isa: str = ""
 ) -> Preference:
-    """OpenVINO, where it is installed, on x86-64 processors that multiply int8 matrices.
+    """OpenVINO, where it is installed, on x86-64 processors from AVX2 on.
 
     `architecture`: as `platform.machine` gives it.
     `cpu_flags`: as `read_cpu_flags` gives them.
+    `max_isa`: ``ONEDNN_MAX_CPU_ISA``, beyond which OpenVINO uses nothing.
     """
     if architecture.lower() not in _X86_64:
         return Preference(is_preferred=False, reason=f"the processor is {architecture}, not x86-64")
-    found = next((flag for flag in INT8_FLAGS if flag in cpu_flags), None)
+    usable = usable_flags(cpu_flags, max_isa)
+    found = next((flag for flag in _FASTEST_FIRST if flag in usable), None)
     if found is None:
+        masked = f"with ONEDNN_MAX_CPU_ISA={max_isa} " if usable != frozenset(cpu_flags) else ""
         return Preference(
-            is_preferred=False, reason=f"the processor has none of {', '.join(INT8_FLAGS)}"
+            is_preferred=False,
+            reason=f"{masked}the processor has none of {', '.join(_FASTEST_FIRST)}",
         )
     if not is_installed:
         return Preference(
@@ -50,11 +65,6 @@ def prefers_openvino(
     return Preference(is_preferred=True, reason=f"the processor has {found}")
 
 
-def read_cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Feature flags of the first processor, x86-64 or ARM; empty where the system does not tell."""
-    try:
-        text = cpuinfo.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return frozenset()
-    found = _FLAGS.search(text)
-    return frozenset(found[1].split()) if found else frozenset()
+def usable_flags(cpu_flags: Collection[str], max_isa: str) -> frozenset[str]:
+    """Those of `cpu_flags` that ``ONEDNN_MAX_CPU_ISA`` leaves to OpenVINO."""
+    return frozenset(cpu_flags) - _BEYOND.get(max_isa.upper(), frozenset())

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...domain.errors import ModelError
+from ...domain.errors import CacheDirectoryError, EngineError
 from ..models.onnx_file import GraphDescription, TensorInfo, check_external_data
 from .links import without_links
 from .package import import_openvino, reason
@@ -37,20 +37,27 @@ def write_ir(onnx_path: Path, xml_path: Path, metadata: Mapping[str, str]) -> No
     Raises:
         ProviderError: OpenVINO is not installed.
         CorruptFileError: the ONNX file or its external data is damaged.
-        ModelError: OpenVINO cannot convert the model or write it.
+        EngineError: OpenVINO cannot read the model.
+        CacheDirectoryError: OpenVINO cannot write it.
     """
     openvino = import_openvino()
     check_external_data(onnx_path)
     try:
         with without_links(onnx_path) as path:
             model = openvino.Core().read_model(path)
+    except RuntimeError as error:
+        raise EngineError(
+            f"openvino {openvino.__version__} cannot convert {onnx_path}: {reason(error)}; choose "
+            "another engine with BGE_M3_EP"
+        ) from error
+    try:
         for key, value in metadata.items():
             model.set_rt_info(value, [_SECTION, key])
         openvino.save_model(model, xml_path, compress_to_fp16=True)
     except RuntimeError as error:
-        raise ModelError(
-            f"openvino {openvino.__version__} cannot convert {onnx_path} to {xml_path}: "
-            f"{reason(error)}"
+        raise CacheDirectoryError(
+            f"openvino {openvino.__version__} cannot write {xml_path} ({reason(error)}): make that "
+            "directory writable, with 3 GB free, or set BGE_M3_CACHE_DIR to another one"
         ) from error
 
 

@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...domain.errors import CacheDirectoryError
+from ...domain.errors import EngineError
 from ..models.onnx_file import inspect_graph
 
 
@@ -16,7 +16,7 @@ def without_links(graph_path: Path) -> Iterator[Path]:
     Hard links next to the real files, so nothing is copied.
 
     Raises:
-        CacheDirectoryError: they cannot be made.
+        EngineError: they cannot be made.
     """
     external = {reference.location for reference in inspect_graph(graph_path).external}
     names = [graph_path.name, *sorted(external)]
@@ -34,7 +34,7 @@ def without_links(graph_path: Path) -> Iterator[Path]:
                 link.parent.mkdir(parents=True, exist_ok=True)
                 link.hardlink_to((graph_path.parent / name).resolve())
         except OSError as error:
-            raise CacheDirectoryError(
+            raise EngineError(
                 f"OpenVINO cannot read a model through links, and other names for its files cannot "
                 f"be made in {home} ({error}): make that directory writable, or use "
                 "`bge-m3-server fetch --dir` and BGE_M3_MODEL_DIR"

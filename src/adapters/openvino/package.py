@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -11,9 +12,12 @@ from ...domain.errors import ProviderError
 PACKAGE = "openvino"
 
 
-def is_installed(find: Callable[[str], object | None] = importlib.util.find_spec) -> bool:
-    """Whether the package is there; it is not imported, which takes a quarter of a second."""
-    return find(PACKAGE) is not None
+def is_installed(find: Callable[[str], ModuleSpec | None] = importlib.util.find_spec) -> bool:
+    """Whether the package is there; it is not imported, which takes a quarter of a second.
+
+    A folder that an uninstall has left behind is none: it has no file of its own to import.
+    """
+    return getattr(find(PACKAGE), "origin", None) is not None
 
 
 def import_openvino(importer: Callable[[str], ModuleType] = importlib.import_module) -> Any:  # noqa: ANN401  (the package has no types)
@@ -23,12 +27,14 @@ def import_openvino(importer: Callable[[str], ModuleType] = importlib.import_mod
         ProviderError: it is not installed, or its libraries do not load.
     """
     try:
-        return importer(PACKAGE)
-    except ImportError as error:
+        package = importer(PACKAGE)
+        _ = package.Core
+    except Exception as error:  # its libraries raise what they like
         raise ProviderError(
             f"OpenVINO was asked for and cannot be imported ({error}): "
             "run `pip install 'bge-m3-server[openvino]'`, or choose another engine"
         ) from error
+    return package
 
 
 def engine_version() -> str:

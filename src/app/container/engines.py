@@ -9,7 +9,7 @@ import attrs
 
 from ...adapters.memory.cpu_count import cpu_count
 from ...adapters.openvino import backend as openvino
-from ...adapters.openvino.choice import prefers_openvino, read_cpu_flags
+from ...adapters.openvino.choice import prefers_openvino
 from ...adapters.openvino.package import engine_version, import_openvino, is_installed
 from ...adapters.ort.coreml import coreml_providers
 from ...adapters.ort.cpu import cpu_providers
@@ -22,6 +22,7 @@ from ...adapters.ort.session import (
     require_installed,
 )
 from ...adapters.ort.tensorrt import tensorrt_providers
+from ...adapters.processor import read_cpu_flags
 from ...domain.padding import GPU_PADDING, PaddingRule, cpu_padding
 from ...domain.ports import GpuInfo, InferenceBackend
 from ...domain.types import HeadProjections
@@ -67,6 +68,7 @@ def settle(config: Config) -> Config:
         is_installed=is_installed(),
         architecture=platform.machine(),
         cpu_flags=read_cpu_flags(),
+        max_isa=config.onednn_max_isa,
     )
     chosen = ExecutionProvider.OPENVINO if preference.is_preferred else ExecutionProvider.CPU
     return attrs.evolve(

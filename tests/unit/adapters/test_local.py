@@ -131,7 +131,12 @@ def test_a_copied_directory_is_hashed_once_and_recorded_anew(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b'{"files": 3}', b'{"files": {"a": {"size_bytes": "x"}}}']
+    "content",
+    [
+        *(b"", b"{", b"[]", b'{"files": 3}', b'{"files": {"a": {"size_bytes": "x"}}}'),
+        b'{"files": {"a": {"size_bytes": 1e999, "mtime_ns": 1, "sha256": "", "source": ""}}}',
+        b"[" * 200_000,
+    ],
 )
 def test_a_damaged_record_is_no_record(tmp_path, content):
     """What cannot be read is ignored, not believed in part."""

@@ -1,11 +1,16 @@
 """OpenVINO: its own format, its options, its absence; what it shares is in `test_backends`."""
 
 import importlib
+import importlib.machinery
 import os
+import resource
+import signal
 import subprocess
 import sys
+import types
 
 import numpy as np
+import onnx
 import pytest
 from bge_m3_server.adapters.models.onnx_file import TensorInfo
 from bge_m3_server.adapters.openvino.backend import (
@@ -13,14 +18,20 @@ from bge_m3_server.adapters.openvino.backend import (
     compile_options,
     load_openvino_backend,
 )
-from bge_m3_server.adapters.openvino.choice import prefers_openvino, read_cpu_flags
+from bge_m3_server.adapters.openvino.choice import prefers_openvino, usable_flags
 from bge_m3_server.adapters.openvino.ir import describe_ir, write_ir
 from bge_m3_server.adapters.openvino.links import without_links
 from bge_m3_server.adapters.openvino.package import engine_version, import_openvino, is_installed
 from bge_m3_server.adapters.ort.cpu import cpu_providers
 from bge_m3_server.adapters.ort.session import SessionSettings, load_backend
 from bge_m3_server.domain.embedder import pad
-from bge_m3_server.domain.errors import CorruptFileError, InferenceError, ModelError, ProviderError
+from bge_m3_server.domain.errors import (
+    CacheDirectoryError,
+    CorruptFileError,
+    EngineError,
+    InferenceError,
+    ProviderError,
+)
 from bge_m3_server.domain.types import HeadProjections
 
 from tests.support.eight_bit import write_eight_bit
@@ -153,11 +164,51 @@ def test_damaged_ir(tmp_path, damage):
 
 @needs_openvino
 def test_ir_that_cannot_be_written(tmp_path):
-    """The message names both files."""
+    """The cache is to blame, so that the model can be served as it is; the message names both."""
     source = write_tiny_model(tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(ModelError, match=r"cannot convert .*model\.onnx to .*file/model\.xml"):
+    with pytest.raises(
+        CacheDirectoryError, match=r"cannot write .*file/model\.xml .*BGE_M3_CACHE_DIR"
+    ):
         write_ir(source, tmp_path / "file" / "model.xml", {})
+
+
+@needs_openvino
+def test_a_full_disk_is_one_of_the_cache(tmp_path):
+    """Wherever in the files the room ends."""
+    source = write_tiny_model(tmp_path)
+    write_ir(source, tmp_path / "whole.xml", {})
+    size = (tmp_path / "whole.bin").stat().st_size
+
+    def write_with_a_limit():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then a write fails, as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
+        try:
+            write_ir(source, tmp_path / "model.xml", {})
+        except CacheDirectoryError:
+            os._exit(0)
+        os._exit(1)
+
+    child = os.fork()
+    if child == 0:
+        write_with_a_limit()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@needs_openvino
+def test_a_graph_that_only_others_can_read(tmp_path):
+    """An operator that OpenVINO lacks is no fault of the model: another engine may take it."""
+    path = write_tiny_model(tmp_path)
+    model = onnx.load(path)
+    for node in model.graph.node:
+        if node.op_type == "MatMul":
+            node.op_type, node.domain = "Unheard", "com.example"
+    model.opset_import.append(onnx.helper.make_opsetid("com.example", 1))
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(EngineError, match=r"cannot read .*BGE_M3_EP"):
+        load_exact(path)
+    with pytest.raises(EngineError, match=r"cannot convert .*BGE_M3_EP"):
+        write_ir(path, tmp_path / "model.xml", {})
 
 
 @needs_openvino
@@ -243,6 +294,20 @@ def test_missing_package():
     assert not is_installed(lambda name: None)
 
 
+def test_half_a_package():
+    """A folder that an uninstall left is none; what libraries raise that do not load is told."""
+    left_behind = importlib.machinery.ModuleSpec("openvino", None, is_package=True)
+    assert not is_installed(lambda name: left_behind)
+    with pytest.raises(ProviderError, match=r"no attribute 'Core'.*bge-m3-server\[openvino"):
+        import_openvino(types.ModuleType)
+
+    def broken(name):
+        raise RuntimeError("cannot map the library")
+
+    with pytest.raises(ProviderError, match=r"cannot map the library.*bge-m3-server\[openvino"):
+        import_openvino(broken)
+
+
 @needs_openvino
 def test_engine_version_is_that_of_the_package():
     """With the build, as the engine gives it."""
@@ -277,13 +342,15 @@ def test_importing_openvino_reports_nothing(tmp_path):
         ("avx2 avx512_vnni", True, "x86_64", True, "the processor has avx512_vnni"),
         ("avx2 avx_vnni", True, "AMD64", True, "the processor has avx_vnni"),
         ("avx512_vnni amx_int8", True, "x86_64", True, "the processor has amx_int8"),
-        ("avx2 avx512f", True, "x86_64", False, "has none of amx_int8, avx512_vnni, avx_vnni"),
+        ("fma avx2", True, "x86_64", True, "the processor has avx2"),
+        ("avx sse4_2", True, "x86_64", False, "none of amx_int8, avx512_vnni, avx_vnni, avx2"),
+        ("", True, "x86_64", False, "none of amx_int8"),
         ("avx512_vnni", False, "x86_64", False, "bge-m3-server[openvino]"),
         ("asimddp i8mm", True, "aarch64", False, "the processor is aarch64, not x86-64"),
     ],
 )
 def test_openvino_is_preferred_by_a_rule(flags, installed, architecture, expected, reason):
-    """It is the faster engine where the processor multiplies int8 matrices."""
+    """It is the faster engine on x86-64 from AVX2 on."""
     preference = prefers_openvino(
         is_installed=installed, architecture=architecture, cpu_flags=flags.split()
     )
@@ -291,16 +358,30 @@ def test_openvino_is_preferred_by_a_rule(flags, installed, architecture, expecte
     assert reason in preference.reason
 
 
-def test_processor_flags_are_read_from_the_kernel(tmp_path):
-    """Those of the first processor; none where there is no such file or line."""
-    cpuinfo = tmp_path / "cpuinfo"
-    assert read_cpu_flags(cpuinfo) == frozenset()
-    cpuinfo.write_text("processor\t: 0\nmodel name\t: X\n")
-    assert read_cpu_flags(cpuinfo) == frozenset()
-    cpuinfo.write_text("flags\t\t: fpu avx2\nvmx flags\t: ept\nflags\t\t: other\n")
-    assert read_cpu_flags(cpuinfo) == {"fpu", "avx2"}
-    cpuinfo.write_text("processor\t: 0\nFeatures\t: fp asimd i8mm\n")
-    assert read_cpu_flags(cpuinfo) == {"fp", "asimd", "i8mm"}
+@pytest.mark.parametrize(
+    ("max_isa", "left"),
+    [
+        ("", "avx2 avx512f avx512_vnni avx512_bf16 amx_int8"),
+        ("ALL", "avx2 avx512f avx512_vnni avx512_bf16 amx_int8"),
+        ("avx512_core_bf16", "avx2 avx512f avx512_vnni avx512_bf16"),
+        ("AVX512_CORE_VNNI", "avx2 avx512f avx512_vnni"),
+        ("AVX512_CORE", "avx2 avx512f"),
+        ("AVX2_VNNI", "avx2"),
+        ("AVX2", "avx2"),
+        ("SSE41", ""),
+    ],
+)
+def test_onednn_can_be_kept_from_instructions(max_isa, left):
+    """What `ONEDNN_MAX_CPU_ISA` hides, OpenVINO does not use, and the rule does not count on."""
+    flags = ["avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8"]
+    assert usable_flags(flags, max_isa) == frozenset(left.split())
+
+    preference = prefers_openvino(
+        is_installed=True, architecture="x86_64", cpu_flags=flags, max_isa=max_isa
+    )
+    assert preference.is_preferred is bool(left)
+    if not preference.is_preferred:
+        assert f"with ONEDNN_MAX_CPU_ISA={max_isa} the processor has none" in preference.reason
 
 
 @needs_openvino
@@ -333,3 +414,17 @@ def test_an_error_of_the_reader_is_not_called_one_of_the_cache(tmp_path):
     link.symlink_to(plain)
     with pytest.raises(OSError, match=r"^mine$"), without_links(link):
         raise OSError("mine")
+
+
+def test_links_that_cannot_be_avoided_are_a_matter_of_the_engine(tmp_path, monkeypatch):
+    """On a cache that is only read another engine may take the model; the message tells how."""
+    plain = write_tiny_model(tmp_path / "plain")
+    link = tmp_path / "model.onnx"
+    link.symlink_to(plain)
+
+    def refused(_self, _target):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(type(link), "hardlink_to", refused)
+    with pytest.raises(EngineError, match=r"Read-only.*BGE_M3_MODEL_DIR"), without_links(link):
+        pass

@@ -78,7 +78,9 @@ def test_a_refusal_holds_for_its_environment_only(original, cache):
     assert is_whole(files.graph_path.parent)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"fidelity": {}}', "low figures"])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"fidelity": {}}', "[" * 200_000, "low figures"]
+)
 def test_half_an_agreement_is_none(original, cache, content):
     """What does not tell that this environment has compared well makes it compare again."""
     compared = []

@@ -7,8 +7,10 @@ import attrs
 import numpy as np
 import pytest
 from bge_m3_server.adapters.memory.cpu_count import cpu_count
-from bge_m3_server.adapters.openvino.choice import prefers_openvino, read_cpu_flags
+from bge_m3_server.adapters.models.files import ModelFiles
+from bge_m3_server.adapters.openvino.choice import prefers_openvino
 from bge_m3_server.adapters.openvino.package import is_installed
+from bge_m3_server.adapters.processor import read_cpu_flags
 from bge_m3_server.app.config import ExecutionProvider, load_config
 from bge_m3_server.app.container.engines import (
     CPUS_PER_WORKER,
@@ -17,6 +19,7 @@ from bge_m3_server.app.container.engines import (
     settle,
     worker_count,
 )
+from bge_m3_server.app.container.preparation import is_prepared, rounding_environment
 from bge_m3_server.domain.embedder import pad
 from bge_m3_server.domain.types import GpuDevice, HeadProjections
 
@@ -83,6 +86,41 @@ def test_an_engine_chosen_by_rule_gives_way_to_onnx_runtime():
 def test_nothing_takes_the_place_of_onnx_runtime():
     """When the plain engine fails, there is none to fall back to."""
     assert fallback_of(chosen_by_rule(ExecutionProvider.CPU)) is None
+
+
+@pytest.mark.parametrize(
+    ("provider", "model", "flags", "expected"),
+    [
+        ("cpu", "auto", "avx2 avx512_vnni", True),
+        ("cpu", "auto", "asimddp", True),
+        ("cpu", "auto", "avx2", False),
+        ("cpu", "w8", "avx2", True),
+        ("cpu", "fp32", "avx512_vnni", False),
+        ("openvino", "auto", "avx2", True),
+        ("openvino", "fp32", "avx2", False),
+        ("cuda", "auto", "avx512_vnni", False),
+        ("coreml", "auto", "", False),
+    ],
+)
+def test_eight_bits_are_served_where_they_are_faster(provider, model, flags, expected, tmp_path):
+    """Or where somebody asks for them."""
+    files = ModelFiles("bge-m3", tmp_path / "model.onnx", tmp_path / "tokenizer.json")
+
+    chosen = config(BGE_M3_EP=provider, BGE_M3_MODEL=model)
+
+    assert is_prepared(chosen, files, flags.split()) is expected
+    half = attrs.evolve(files, precision="fp16")
+    assert is_prepared(chosen, half, flags.split()) is (model == "w8")
+
+
+def test_instructions_that_matter_make_another_environment():
+    """A verdict on how a model rounds holds for those that multiply, whatever else there is."""
+    wide = rounding_environment("1.0", ["sse4_2", "avx2", "avx512_vnni"])
+
+    assert wide == f"1.0 {platform.machine()} avx2 avx512_vnni"
+    assert wide == rounding_environment("1.0", ["avx512_vnni", "avx2", "sha_ni"])
+    assert wide != rounding_environment("1.0", ["avx2"])
+    assert wide != rounding_environment("1.1", ["avx2", "avx512_vnni"])
 
 
 @needs_openvino
