@@ -1,10 +1,9 @@
 """What the defaults are worth on a processor with fewer instructions, against fp32.
 
 OpenVINO's kernels come from oneDNN, which `ONEDNN_MAX_CPU_ISA` keeps from instructions beyond the
-given ones; ONNX Runtime has no such switch, and uses all that the processor has. For each mask four
-servers take turns: the one that the defaults make of it, fp32 on either engine, and 8-bit weights on
-ONNX Runtime. The first must not be slower than ONNX Runtime's fp32 on a processor that has no more
-than the mask allows.
+given ones; ONNX Runtime has no such switch, and uses all that the processor has. Either engine
+serves fp32 and 8-bit weights in turns, and the default, which is one of these, must not be slower
+than ONNX Runtime's fp32 on the geometric mean of rows.
 
     .venv/bin/python -m benchmarks.lesser_processor .cache/bench/checkpoint-24-250002 --mask AVX2
 """
@@ -14,19 +13,21 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
+from bge_m3_server.adapters.models.local import local_model
+from bge_m3_server.app.config import load_config
+from bge_m3_server.app.container.engines import settle
+from bge_m3_server.app.container.preparation import engine_flags, is_prepared
 
 from benchmarks.performance.workloads import TextMaker, Workload, text_maker, workloads
 from tests.support.server_process import ServerProcess, running_server
 
 SERVERS = {
-    "the default": {"BGE_M3_EP": "auto", "BGE_M3_MODEL": "auto"},
-    "openvino fp32": {"BGE_M3_EP": "openvino", "BGE_M3_MODEL": "fp32"},
-    "cpu fp32": {"BGE_M3_EP": "cpu", "BGE_M3_MODEL": "fp32"},
-    "cpu w8": {"BGE_M3_EP": "cpu", "BGE_M3_MODEL": "w8"},
+    f"{engine} {model}": {"BGE_M3_EP": engine, "BGE_M3_MODEL": model}
+    for engine in ("openvino", "cpu")
+    for model in ("fp32", "w8")
 }
 ROWS = ("1×16", "8×128", "1×2048")
 BAR = 1.0
@@ -44,24 +45,35 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=3, help="of each row and round")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    default = _default(arguments)
+    print(f"the default is {default}", flush=True)
     maker = text_maker(arguments.directory / "tokenizer.json")
     rows = [row for row in workloads() if row.name in ROWS]
     rates: dict[tuple[str, str], list[float]] = {}
-    for round_ in range(arguments.rounds):
+    for _ in range(arguments.rounds):
         for name, settings in SERVERS.items():
             with running_server(_environment(arguments, settings)) as server:
                 for row in rows:
                     rate = _tokens_per_second(server, maker, row, arguments.calls)
                     rates.setdefault((name, row.name), []).append(rate)
-                if not round_:
-                    print(f"{name}: {_served(server)}", flush=True)
     medians = {key: statistics.median(found) for key, found in rates.items()}
-    for row in rows:
-        print(_line(row, {name: medians[name, row.name] for name in SERVERS}), flush=True)
+    shares = [medians[default, row] / medians["cpu fp32", row] for row in ROWS]
+    for row in ROWS:
+        print(row, ", ".join(f"{name} {medians[name, row]:.0f}" for name in SERVERS), "tokens/s")
+    share = statistics.geometric_mean(shares)
+    mark = "ok" if share >= BAR else "MISSED"
+    print(f"the default has {share:.2f} x the speed of cpu fp32 on the mean of rows: {mark}")
     if arguments.json:
-        figures = {f"{name}, {row}": rate for (name, row), rate in medians.items()}
+        figures = {f"{name}, {row}": found for (name, row), found in rates.items()}
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    sys.exit(any(medians["the default", row] < BAR * medians["cpu fp32", row] for row in ROWS))
+    sys.exit(share < BAR)
+
+
+def _default(arguments: argparse.Namespace) -> str:
+    """What the server makes of its defaults here, under the mask."""
+    config = settle(load_config(_environment(arguments, {}), "linux"))
+    is_prepared_ = is_prepared(config, local_model(arguments.directory, None), engine_flags(config))
+    return f"{config.execution_provider.value} {'w8' if is_prepared_ else 'fp32'}"
 
 
 def _environment(arguments: argparse.Namespace, settings: dict[str, str]) -> dict[str, str]:
@@ -84,23 +96,6 @@ def _tokens_per_second(server: ServerProcess, maker: TextMaker, row: Workload, c
         httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=600).raise_for_status()
         seconds.append(time.perf_counter() - started)
     return row.tokens / statistics.median(seconds[1:])
-
-
-def _served(server: ServerProcess) -> str:
-    """The engine, and why, as the first line of the log has it."""
-    fields = json.loads(server.wait_for_log("Starting bge-m3-server"))["fields"]
-    return f"{fields['execution_provider']} ({fields['execution_provider_reason']})"
-
-
-def _line(row: Workload, rates: Mapping[str, float]) -> str:
-    default = rates["the default"]
-    others = ", ".join(
-        f"{default / rate:.2f} x {name} ({rate:.0f})"
-        for name, rate in rates.items()
-        if name != "the default"
-    )
-    mark = "ok" if default >= BAR * rates["cpu fp32"] else "MISSED"
-    return f"{row.name:7} {default:.0f} tokens/s, {others}: {mark}"
 
 
 if __name__ == "__main__":

@@ -73,6 +73,7 @@ def _measure(
         "BGE_M3_MODEL_DIR": str(arguments.directory),
         "BGE_M3_CACHE_DIR": str(arguments.cache),
         "BGE_M3_EP": engine,
+        "BGE_M3_MODEL": "w8",
         "BGE_M3_WORKERS": str(workers),
     }
     with running_server(settings) as server:

@@ -154,6 +154,7 @@ def main() -> None:
         "BGE_M3_MODEL_DIR": str(arguments.directory),
         "BGE_M3_CACHE_DIR": str(arguments.cache),
         "BGE_M3_EP": arguments.ep,
+        "BGE_M3_MODEL": "w8",
         "BGE_M3_DISABLE_AUTO_BUDGET": "1",
         "RUST_LOG": "warn",
         "BGE_M3_BIND": f"127.0.0.1:{port}",

@@ -52,6 +52,7 @@ class DrainingServer(uvicorn.Server):
         self._grace_seconds = grace_seconds
         self._drain_seconds = drain_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._listeners: list[socket.socket] = []
         self._is_draining = False
         self._stopping_since = 0.0
 
@@ -62,21 +63,22 @@ class DrainingServer(uvicorn.Server):
 
     async def main_loop(self) -> None:
         """Wait for the end; only from here on does uvicorn stop as it should when told to."""
+        # Now, because at the end clients may hold all descriptors that there are.
+        self._listeners = [
+            shared(listener.fileno()) for server in self.servers for listener in server.sockets
+        ]
         self.on_listening()
         await super().main_loop()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting, but not before every connection that was made is taken in."""
         loop = asyncio.get_running_loop()
-        listeners = [
-            shared(listener.fileno()) for server in self.servers for listener in server.sockets
-        ]
-        for listener in listeners:
+        for listener in self._listeners:
             turn_newcomers_away(listener)
         await asyncio.sleep(HANDSHAKE_SECONDS)
         for server in self.servers:
             server.close()
-        for connection in accept_the_last(listeners):
+        for connection in accept_the_last(self._listeners):
             await loop.connect_accepted_socket(self._protocol, connection)
         await asyncio.sleep(0)  # the loop introduces those that it has accepted itself
         await super().shutdown(sockets)

@@ -56,5 +56,6 @@ def accept_the_last(listeners: Iterable[socket.socket]) -> list[socket.socket]:
         with listener, contextlib.suppress(OSError):  # BlockingIOError: there are no more
             listener.settimeout(0)
             while True:
-                accepted.append(listener.accept()[0])
+                with contextlib.suppress(ConnectionAbortedError):  # one who has left again
+                    accepted.append(listener.accept()[0])
     return accepted

@@ -66,15 +66,10 @@ def exact(directory, tmp_path_factory):
     return vectors
 
 
-@pytest.mark.parametrize(
-    ("engine", "model"),
-    [("cpu", "w8"), pytest.param("openvino", "auto", marks=needs_openvino)],
-)
-def test_the_first_start_prepares_and_the_second_does_not(
-    directory, exact, tmp_path, engine, model
-):
+@pytest.mark.parametrize("engine", ["cpu", pytest.param("openvino", marks=needs_openvino)])
+def test_the_first_start_prepares_and_the_second_does_not(directory, exact, tmp_path, engine):
     """Both starts answer as fp32 does, with other numbers than it."""
-    environment = settings(directory, tmp_path, BGE_M3_EP=engine, BGE_M3_MODEL=model)
+    environment = settings(directory, tmp_path, BGE_M3_EP=engine, BGE_M3_MODEL="w8")
     with running_server(environment) as server:
         assert lines(server, "preparing the model")
         first = answers(server)
@@ -100,19 +95,6 @@ def test_prepare_leaves_nothing_to_do_for_serve(directory, exact, tmp_path):
         assert lowest_cosine(answers(server), exact) >= 0.9995
 
 
-@needs_openvino
-def test_a_refused_model_is_served_as_it_is(coarse, tmp_path):
-    """Nobody asked for 8 bits: the answers are fp32's, and a warning has the figures."""
-    by_default = settings(coarse, tmp_path, BGE_M3_EP="openvino")
-    with running_server(by_default) as server:
-        line = json.loads(server.wait_for_log("the model is served as it is"))
-        refused = answers(server)
-    assert line["level"] == "WARN"
-    assert REFUSED in json.dumps(line)
-    with running_server(by_default | {"BGE_M3_MODEL": "fp32"}) as server:
-        np.testing.assert_array_equal(answers(server), refused)
-
-
 def test_a_refused_model_is_not_served_as_w8(coarse, tmp_path):
     """Who asks for 8 bits gets them or the reason, from the server as from the command."""
     environment = settings(coarse, tmp_path, BGE_M3_MODEL="w8")
@@ -126,14 +108,17 @@ def test_a_refused_model_is_not_served_as_w8(coarse, tmp_path):
     assert "BGE_M3_MODEL=fp32" in done.stderr
 
 
-def test_onnx_runtime_serves_what_is_faster_on_this_processor(directory, tmp_path):
-    """8 bits where they are multiplied at once; elsewhere as it is, and w8 with a warning."""
+@pytest.mark.parametrize("engine", ["cpu", pytest.param("openvino", marks=needs_openvino)])
+def test_what_is_faster_on_this_processor_is_the_default(directory, tmp_path, engine):
+    """8 bits where they are multiplied at once; elsewhere fp32, and w8 with a warning."""
     is_faster = may_multiply_int8(read_cpu_flags())
-    with running_server(settings(directory, tmp_path)) as server:
+    environment = settings(directory, tmp_path, BGE_M3_EP=engine)
+    with running_server(environment) as server:
         assert bool(lines(server, "preparing the model")) is is_faster
-        assert bool(lines(server, "served as it is, for 8-bit weights")) is not is_faster
-    with running_server(settings(directory, tmp_path, BGE_M3_MODEL="w8")) as server:
-        assert bool(lines(server, "0.7 to 0.8 times the speed")) is not is_faster
+        assert bool(lines(server, "fp32 is served, for this processor")) is not is_faster
+    with running_server(environment | {"BGE_M3_MODEL": "w8"}) as server:
+        warnings = lines(server, "has no instructions for 8-bit products: w8")
+        assert bool(warnings) is not is_faster
 
 
 def test_a_source_that_computes_nonsense_is_told_in_one_line(tmp_path):

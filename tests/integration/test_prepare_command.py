@@ -8,13 +8,12 @@ import onnxruntime
 import pytest
 from bge_m3_server.adapters.models.files import read_record, write_record
 from bge_m3_server.app.config import load_config
-from bge_m3_server.app.container import build_container
+from bge_m3_server.app.container import build_container, preparation
 from bge_m3_server.domain.errors import CacheDirectoryError
 from bge_m3_server.domain.types import Heads
 
 from benchmarks.synthetic_bge_m3 import Shape, write_synthetic_bge_m3
-from tests.support.openvino_mark import needs_openvino
-from tests.support.preparable import write_preparable
+from tests.support.preparable import TOO_COARSE, write_preparable
 from tests.support.server_process import run_cli, run_python
 from tests.support.tiny_models import write_tiny_model
 
@@ -95,13 +94,32 @@ def test_there_is_nothing_to_prepare_for_an_engine_that_is_none_of_a_cpu(engine)
     assert "cpu or openvino" in done.stderr
 
 
-@needs_openvino
+@pytest.fixture
+def multiplies_int8(monkeypatch):
+    """A processor on which 8-bit weights are the default."""
+    monkeypatch.setattr(preparation, "read_cpu_flags", lambda: frozenset({"avx512_vnni"}))
+
+
+@pytest.mark.usefixtures("multiplies_int8")
+def test_a_refused_model_is_served_as_it_is(tmp_path, caplog):
+    """Nobody asked for 8 bits: fp32 is served, and a warning has the figures."""
+    config = load_config(settings(tmp_path), "linux")
+    write_preparable(tmp_path / "model", gain=TOO_COARSE)
+
+    model = build_container(config).load_model()
+
+    assert model.backends[0].contract.precision == "fp32"
+    (warning,) = (each for each in caplog.records if "served as it is" in each.getMessage())
+    assert warning.levelname == "WARNING"
+    assert "sparse weight correlation is 0." in warning.getMessage()
+
+
+@pytest.mark.usefixtures("multiplies_int8")
 def test_a_cache_that_cannot_be_written_costs_speed_only(tmp_path, caplog):
     """By default a model without room for its 8-bit form is served as it is, with a warning."""
     (tmp_path / "cache").write_text("a file is in the way")
-    config = load_config(settings(tmp_path, BGE_M3_EP="openvino"), "linux")
 
-    model = build_container(config).load_model()
+    model = build_container(load_config(settings(tmp_path), "linux")).load_model()
 
     assert model.backends[0].contract.precision == "fp32"
     assert f"cannot be prepared in {tmp_path / 'cache'}" in caplog.text

@@ -52,18 +52,20 @@ def find_files(config: Config) -> ModelFiles:
 
 
 def is_prepared(config: Config, files: ModelFiles, cpu_flags: Collection[str]) -> bool:
-    """Whether the 8-bit form is served: where it is the faster one, or was asked for.
+    """Whether the 8-bit form is served: on CPUs where it is the faster one, or was asked for.
 
-    `cpu_flags`: as `read_cpu_flags` gives them. OpenVINO multiplies 8-bit weights as fast as
-    float32 at least, on every processor that it is chosen for.
+    `cpu_flags`: those that the engine may use.
     """
     if config.model is ModelVariant.W8:
         return True
-    if config.model is not ModelVariant.AUTO or files.precision not in _PREPARABLE:
-        return False
+    is_by_default = config.model is ModelVariant.AUTO and files.precision in _PREPARABLE
+    return is_by_default and config.execution_provider.is_cpu and may_multiply_int8(cpu_flags)
+
+
+def engine_flags(config: Config) -> frozenset[str]:
+    """Flags of the processor that the configured engine may use."""
     is_openvino = config.execution_provider is ExecutionProvider.OPENVINO
-    is_onnxruntime = config.execution_provider is ExecutionProvider.CPU
-    return is_openvino or (is_onnxruntime and may_multiply_int8(cpu_flags))
+    return usable_flags(read_cpu_flags(), config.onednn_max_isa if is_openvino else "")
 
 
 @attrs.frozen
@@ -92,7 +94,7 @@ def served_model(config: Config, engine: Engine, threads: int) -> ServedModel:
         ModelError: the model cannot be obtained, or `w8` was asked for and cannot be prepared.
     """
     files = find_files(config)
-    cpu_flags = read_cpu_flags()
+    cpu_flags = engine_flags(config)
     _tell_of_slow_int8(config, files, cpu_flags)
     if not is_prepared(config, files, cpu_flags):
         return ServedModel(files, read_heads(files))
@@ -120,26 +122,28 @@ def served_model(config: Config, engine: Engine, threads: int) -> ServedModel:
 
 
 def _tell_of_slow_int8(config: Config, files: ModelFiles, cpu_flags: Collection[str]) -> None:
-    if config.execution_provider is not ExecutionProvider.CPU or may_multiply_int8(cpu_flags):
+    if not config.execution_provider.is_cpu or may_multiply_int8(cpu_flags):
         return
     if config.model is ModelVariant.W8:
         logger.warning(
-            "w8 on ONNX Runtime has 0.7 to 0.8 times the speed of fp32 on this processor, in less "
-            "than half the memory: BGE_M3_EP=openvino, or BGE_M3_MODEL=fp32, is faster"
+            "this processor has no instructions for 8-bit products: w8 needs less than half the "
+            "memory of fp32, but has %s its speed",
+            "0.85 to 1.1 times"
+            if config.execution_provider is ExecutionProvider.OPENVINO
+            else "0.7 to 0.8 times",
         )
     elif config.model is ModelVariant.AUTO and files.precision in _PREPARABLE:
         logger.info(
-            "the model is served as it is, for 8-bit weights are slower on this processor: "
-            "BGE_M3_EP=openvino serves them as fast, in less than half the memory"
+            "fp32 is served, for this processor has no instructions for 8-bit products; "
+            "BGE_M3_MODEL=w8 is slower, in less than half the memory"
         )
 
 
 def _target(config: Config, engine: Engine) -> PreparedEngine:
     is_openvino = config.execution_provider is ExecutionProvider.OPENVINO
-    flags = usable_flags(read_cpu_flags(), config.onednn_max_isa if is_openvino else "")
     return PreparedEngine(
         name=config.execution_provider.value,
-        environment=rounding_environment(engine.version, flags),
+        environment=rounding_environment(engine.version, engine_flags(config)),
         is_fused=not is_openvino,
         convert=_to_ir if is_openvino else _as_it_is,
         load=lambda graph: engine.load(graph, HeadProjections(), 0, PRECISION),

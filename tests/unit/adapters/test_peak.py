@@ -1,6 +1,8 @@
 """Peak memory of this process, from the kernel's own figures."""
 
 import mmap
+import resource
+from pathlib import Path
 
 import pytest
 from bge_m3_server.adapters.memory.peak import (
@@ -21,6 +23,10 @@ RssFile:\t     250 kB
 RssShmem:\t      50 kB
 Threads:\t4
 """
+
+
+def descriptor_count():
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def plant(root, status=STATUS):
@@ -45,6 +51,22 @@ def test_reset_asks_the_kernel(tmp_path):
     ProcPeakMemory(plant(tmp_path)).reset_peak()
 
     assert (tmp_path / "proc/self/clear_refs").read_text() == "5"
+
+
+def test_no_descriptor_is_needed_to_ask_again(tmp_path):
+    """Clients may hold all that there are; and none is lost with a model that goes."""
+    memory = peak_memory(plant(tmp_path))
+    open_before = descriptor_count()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        memory.reset_peak()
+        assert memory.peak_bytes() == 1500 * 1024
+        assert memory.resident().file_bytes == 250 * 1024
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    del memory
+    assert descriptor_count() == open_before - 2
 
 
 def test_a_system_without_proc(tmp_path):

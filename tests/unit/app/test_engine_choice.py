@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from bge_m3_server.adapters.memory.cpu_count import cpu_count
 from bge_m3_server.adapters.models.files import ModelFiles
-from bge_m3_server.adapters.openvino.choice import prefers_openvino
+from bge_m3_server.adapters.openvino.choice import prefers_openvino, usable_flags
 from bge_m3_server.adapters.openvino.package import is_installed
 from bge_m3_server.adapters.processor import read_cpu_flags
 from bge_m3_server.app.config import ExecutionProvider, load_config
@@ -19,7 +19,11 @@ from bge_m3_server.app.container.engines import (
     settle,
     worker_count,
 )
-from bge_m3_server.app.container.preparation import is_prepared, rounding_environment
+from bge_m3_server.app.container.preparation import (
+    engine_flags,
+    is_prepared,
+    rounding_environment,
+)
 from bge_m3_server.domain.embedder import pad
 from bge_m3_server.domain.types import GpuDevice, HeadProjections
 
@@ -96,7 +100,9 @@ def test_nothing_takes_the_place_of_onnx_runtime():
         ("cpu", "auto", "avx2", False),
         ("cpu", "w8", "avx2", True),
         ("cpu", "fp32", "avx512_vnni", False),
-        ("openvino", "auto", "avx2", True),
+        ("openvino", "auto", "avx2 avx_vnni", True),
+        ("openvino", "auto", "avx2", False),
+        ("openvino", "w8", "avx2", True),
         ("openvino", "fp32", "avx2", False),
         ("cuda", "auto", "avx512_vnni", False),
         ("coreml", "auto", "", False),
@@ -111,6 +117,19 @@ def test_eight_bits_are_served_where_they_are_faster(provider, model, flags, exp
     assert is_prepared(chosen, files, flags.split()) is expected
     half = attrs.evolve(files, precision="fp16")
     assert is_prepared(chosen, half, flags.split()) is (model == "w8")
+
+
+def test_a_mask_counts_for_the_engine_that_obeys_it():
+    """oneDNN's, which is in OpenVINO alone."""
+    flags = read_cpu_flags()
+
+    assert engine_flags(config(BGE_M3_EP="openvino")) == flags
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        mask = {name: "sse41"}
+        assert engine_flags(config(BGE_M3_EP="cpu", **mask)) == flags
+        masked = engine_flags(config(BGE_M3_EP="openvino", **mask))
+        assert masked == usable_flags(flags, "SSE41")
+        assert masked != flags or "avx2" not in flags
 
 
 def test_instructions_that_matter_make_another_environment():
