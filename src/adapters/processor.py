@@ -28,7 +28,7 @@ def read_cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 def may_multiply_int8(cpu_flags: Collection[str]) -> bool:
     """Whether 8-bit weights are worth it; also where no flag is known.
 
-    Without these instructions they have 0.7 to 0.8 times the speed of float32 on ONNX Runtime, and
+    Without these instructions they have 0.7 to 1 times the speed of float32 on ONNX Runtime, and
     0.85 to 1.1 times on OpenVINO: `benchmarks/lesser_processor.py`.
     """
     return not cpu_flags or not set(INT8_FLAGS).isdisjoint(cpu_flags)

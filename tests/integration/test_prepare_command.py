@@ -1,6 +1,7 @@
 """Fetching and preparing from the command line, and starts without room for a prepared model."""
 
 import json
+import os
 import platform
 
 import attrs
@@ -13,8 +14,9 @@ from bge_m3_server.domain.errors import CacheDirectoryError
 from bge_m3_server.domain.types import Heads
 
 from benchmarks.synthetic_bge_m3 import Shape, write_synthetic_bge_m3
+from tests.support.openvino_mark import needs_openvino
 from tests.support.preparable import TOO_COARSE, write_preparable
-from tests.support.server_process import run_cli, run_python
+from tests.support.server_process import cli, run_cli, run_python
 from tests.support.tiny_models import write_tiny_model
 
 
@@ -54,6 +56,21 @@ def test_prepare_leaves_a_model_and_its_verdict(tmp_path):
     found = json.loads(verdict.read_text())
     assert found["refused"] == ""
     assert found["environment"].startswith(f"{onnxruntime.__version__} {platform.machine()}")
+
+
+@pytest.mark.parametrize("engine", ["cpu", pytest.param("openvino", marks=needs_openvino)])
+def test_memory_while_preparing_is_bounded(tmp_path, engine):
+    """At its peak the process has 2.5 times the bytes of the source, interpreter included."""
+    graph = write_synthetic_bge_m3(tmp_path / "model", Shape(layers=8))
+    source_bytes = sum(path.stat().st_size for path in graph.parent.iterdir())
+    directory = str(tmp_path / "model")
+    with cli(
+        "prepare", **settings(tmp_path, BGE_M3_EP=engine, BGE_M3_MODEL_DIR=directory)
+    ) as process:
+        _, status, usage = os.wait4(process.pid, 0)
+
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert usage.ru_maxrss * 1024 <= 2.5 * source_bytes
 
 
 def test_preparing_leaves_nothing_of_itself_in_memory(tmp_path):

@@ -130,7 +130,7 @@ def _tell_of_slow_int8(config: Config, files: ModelFiles, cpu_flags: Collection[
             "memory of fp32, but has %s its speed",
             "0.85 to 1.1 times"
             if config.execution_provider is ExecutionProvider.OPENVINO
-            else "0.7 to 0.8 times",
+            else "0.7 to 1 times",
         )
     elif config.model is ModelVariant.AUTO and files.precision in _PREPARABLE:
         logger.info(
