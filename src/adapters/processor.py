@@ -25,10 +25,15 @@ def read_cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     return frozenset(found[1].split()) if found else frozenset()
 
 
+def has_int8_products(cpu_flags: Collection[str]) -> bool:
+    """Whether the processor is known to multiply int8 matrices, in sums of 32 bits."""
+    return not set(INT8_FLAGS).isdisjoint(cpu_flags)
+
+
 def may_multiply_int8(cpu_flags: Collection[str]) -> bool:
     """Whether 8-bit weights are worth it; also where no flag is known.
 
     Without these instructions they have 0.7 to 1 times the speed of float32 on ONNX Runtime, and
     0.85 to 1.1 times on OpenVINO: `benchmarks/lesser_processor.py`.
     """
-    return not cpu_flags or not set(INT8_FLAGS).isdisjoint(cpu_flags)
+    return not cpu_flags or has_int8_products(cpu_flags)

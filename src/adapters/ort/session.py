@@ -33,10 +33,13 @@ class SessionSettings:
     """What configuration says about a session; None leaves a limit to the engine.
 
     `cache_dir`: where providers keep what they compile.
+    `has_int8_products`: the processor multiplies int8 matrices. On an x86-64 that does not, ONNX
+    Runtime's usual kernels add pairs of products in 16 bits, which overflow.
     """
 
     intra_threads: int = attrs.field(validator=ge(1))
     cache_dir: Path
+    has_int8_products: bool = False
     device_id: int = 0
     gpu_mem_limit_bytes: int | None = None
     trt_max_workspace_bytes: int | None = None
@@ -184,6 +187,8 @@ def session_options(settings: SessionSettings, *, has_arena: bool) -> onnxruntim
     options.enable_mem_pattern = False
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
+    if not settings.has_int8_products:
+        options.add_session_config_entry("session.x64quantprecision", "1")
     options.log_severity_level = _ORT_WARNING
     return options
 

@@ -22,7 +22,7 @@ from ...adapters.ort.session import (
     require_installed,
 )
 from ...adapters.ort.tensorrt import tensorrt_providers
-from ...adapters.processor import read_cpu_flags
+from ...adapters.processor import has_int8_products, read_cpu_flags
 from ...domain.padding import GPU_PADDING, PaddingRule, cpu_padding
 from ...domain.ports import GpuInfo, InferenceBackend
 from ...domain.types import HeadProjections
@@ -155,6 +155,7 @@ def _onnxruntime(config: Config, provider: ExecutionProvider, threads: int) -> E
         settings = SessionSettings(
             intra_threads=threads,
             cache_dir=config.cache_dir,
+            has_int8_products=has_int8_products(read_cpu_flags()),
             device_id=device,
             gpu_mem_limit_bytes=config.gpu_mem_limit_bytes,
             trt_max_workspace_bytes=config.trt_max_workspace_bytes,

@@ -3,6 +3,8 @@
 import gc
 import weakref
 
+import numpy as np
+import onnx
 import onnxruntime
 import pytest
 from bge_m3_server.adapters.memory.peak import peak_memory
@@ -20,9 +22,11 @@ from bge_m3_server.adapters.ort.session import (
     session_options,
 )
 from bge_m3_server.adapters.ort.tensorrt import tensorrt_providers
+from bge_m3_server.adapters.processor import has_int8_products, read_cpu_flags
 from bge_m3_server.app.metering import probe_batch
 from bge_m3_server.domain.errors import CacheDirectoryError, ModelError, ProviderError
 from bge_m3_server.domain.types import HeadProjections
+from onnx import TensorProto, helper, numpy_helper
 
 from tests.support.tiny_models import write_tiny_model
 
@@ -58,6 +62,39 @@ def test_session_options_are_explicit(settings):
     assert options.graph_optimization_level == onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
     for pool in ("intra_op", "inter_op"):
         assert options.get_session_config_entry(f"session.{pool}.allow_spinning") == "0"
+
+
+def test_int8_products_do_not_overflow(tmp_path):
+    """Also on a processor without instructions for them, where usual kernels add in 16 bits."""
+    weight = numpy_helper.from_array(np.full((64, 8), 127, np.int8), "weight")
+    product = helper.make_graph(
+        [helper.make_node("MatMulInteger", ["a", "weight"], ["out"])],
+        "product",
+        [helper.make_tensor_value_info("a", TensorProto.UINT8, ["rows", 64])],
+        [helper.make_tensor_value_info("out", TensorProto.INT32, ["rows", 8])],
+        [weight],
+    )
+    graph = tmp_path / "model.onnx"
+    onnx.save(
+        helper.make_model(product, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), graph
+    )
+    of_this_processor = SessionSettings(
+        1, tmp_path, has_int8_products=has_int8_products(read_cpu_flags())
+    )
+
+    for settings in (of_this_processor, SessionSettings(1, tmp_path)):
+        session = open_session(graph, settings, CPU)
+        (found,) = session.run(None, {"a": np.full((4, 64), 255, np.uint8)})
+        assert (found == 64 * 127 * 255).all()
+
+
+def test_fast_int8_kernels_stay_where_they_are_exact(tmp_path):
+    """Only a processor without such instructions pays for products that do not overflow."""
+    exact = session_options(SessionSettings(1, tmp_path), has_arena=False)
+    assert exact.get_session_config_entry("session.x64quantprecision") == "1"
+    fast = session_options(SessionSettings(1, tmp_path, has_int8_products=True), has_arena=False)
+    with pytest.raises(RuntimeError, match="x64quantprecision"):
+        fast.get_session_config_entry("session.x64quantprecision")
 
 
 def test_a_large_pass_leaves_nothing_behind(tmp_path, settings):
