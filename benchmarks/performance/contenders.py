@@ -1,7 +1,7 @@
 """Who is measured, and how each is started: a new contender is a line of a table."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import attrs
@@ -11,6 +11,12 @@ PRODUCT = "bge-m3-server"
 
 PRODUCT_SETTINGS = (("cpu", "fp32"), ("cpu", "w8"), ("openvino", "w8"), ("openvino", "fp32"))
 """``BGE_M3_EP`` and ``BGE_M3_MODEL``, each measured over HTTP and as the bare engine."""
+
+PUBLISHED_PRECISIONS = (
+    *(("cpu", "int8"), ("openvino", "int8")),
+    *(("cpu", "fp16"), ("openvino", "fp16")),
+)
+"""Likewise, over HTTP only: the other files that are published."""
 
 
 @attrs.frozen(eq=False)
@@ -59,30 +65,40 @@ def _infinity(dtype: str) -> Contender:
     )
 
 
-def _product(engine: str, model: str) -> Sequence[Contender]:
-    variables = {
+def _product(engine: str, model: str, files: str = "") -> Contender:
+    """Over HTTP; `files`: the worker's engine whose preparation makes what is served."""
+    return Contender(
+        name=f"{PRODUCT} {engine} {model}, HTTP",
+        environment=PRODUCT,
+        command=("-m", "bge_m3_server.app.cli", "serve"),
+        variables=_variables(engine, model),
+        ready_path="/ready",
+        engine=files,
+    )
+
+
+def _bare(engine: str, model: str) -> Contender:
+    """All threads work on one pass: nothing runs beside it."""
+    variables = {**_variables(engine, model), "BGE_M3_WORKERS": "1"}
+    return worker(f"{PRODUCT} {engine} {model}, bare engine", PRODUCT, "bge_m3_server", variables)
+
+
+def _variables(engine: str, model: str) -> Mapping[str, str]:
+    return {
         "BGE_M3_EP": engine,
         "BGE_M3_MODEL": model,
         "BGE_M3_MODEL_DIR": "{directory}",
         "BGE_M3_CACHE_DIR": "{cache}/product",
         "BGE_M3_BIND": "127.0.0.1:{port}",
     }
-    name = f"{PRODUCT} {engine} {model}"
-    serve = ("-m", "bge_m3_server.app.cli", "serve")
-    return (
-        Contender(f"{name}, HTTP", PRODUCT, serve, variables, ready_path="/ready"),
-        # All threads work on one pass: nothing runs beside it.
-        worker(
-            f"{name}, bare engine", PRODUCT, "bge_m3_server", variables | {"BGE_M3_WORKERS": "1"}
-        ),
-    )
 
 
 BASELINE = "FlagEmbedding fp32, FastAPI, HTTP"
 """What the ratios of the tables are against."""
 
 CONTENDERS: tuple[Contender, ...] = (
-    *(contender for settings in PRODUCT_SETTINGS for contender in _product(*settings)),
+    *(side(*settings) for settings in PRODUCT_SETTINGS for side in (_product, _bare)),
+    *(_product(engine, model, f"published_{model}") for engine, model in PUBLISHED_PRECISIONS),
     Contender(
         BASELINE,
         "torch",

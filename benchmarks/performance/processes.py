@@ -19,7 +19,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from benchmarks.performance.contenders import Contender
+from benchmarks.performance.contenders import Contender, worker
 from benchmarks.performance.environments import UnavailableError, last_line
 from benchmarks.performance.memory import Memory
 
@@ -175,13 +175,14 @@ def running(contender: Contender, place: Place, limit_seconds: float) -> Iterato
 
 
 def prepare(contender: Contender, place: Place) -> None:
-    """Make what a worker needs beside the checkpoint, once.
+    """Make what a contender needs beside the checkpoint, once.
 
     Raises:
         UnavailableError: that cannot be made.
     """
+    preparing = worker(contender.name, contender.environment, contender.engine)
     finished = subprocess.run(
-        [*place.command(contender, 0), "--prepare"],
+        [*place.command(preparing, 0), "--prepare"],
         env=place.variables(contender, 0),
         capture_output=True,
         text=True,

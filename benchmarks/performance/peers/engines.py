@@ -62,6 +62,24 @@ def bge_m3_server(_directory: Path, _threads: int) -> Embed:
     return embed
 
 
+def write_published(precision: str, directory: Path) -> None:
+    """The graph in another published precision, as the tools of ONNX Runtime make it."""
+    import onnx
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
+    source = directory / "onnx" / "model.onnx"
+    target = source.with_name(f"model_{precision}.onnx")
+    if precision == "int8":
+        quantize_dynamic(source, target, weight_type=QuantType.QInt8)
+    else:
+        # Inferring shapes needs the whole in one message, and the format ends at 2 GB.
+        model = convert_float_to_float16(
+            onnx.load(source), keep_io_types=True, disable_shape_infer=True
+        )
+        onnx.save(model, target)
+
+
 def flag_embedding(directory: Path, threads: int) -> Embed:
     """`BGEM3FlagModel` in fp32."""
     import torch
@@ -170,6 +188,8 @@ def _export(directory: Path, name: str) -> Path:
 ENGINES: Mapping[str, Callable[[Path, int], Embed]] = {
     "reference": reference,
     "bge_m3_server": bge_m3_server,
+    "published_fp16": bge_m3_server,
+    "published_int8": bge_m3_server,
     "flag_embedding": flag_embedding,
     "sentence_transformers_torch": partial(sentence_transformers, "torch"),
     "sentence_transformers_onnx": partial(sentence_transformers, "onnx"),
@@ -178,6 +198,8 @@ ENGINES: Mapping[str, Callable[[Path, int], Embed]] = {
     "bge_m3_lite_int8": partial(bge_m3_lite, "int8"),
 }
 PREPARATIONS: Mapping[str, Callable[[Path], None]] = {
+    "published_fp16": partial(write_published, "fp16"),
+    "published_int8": partial(write_published, "int8"),
     "sentence_transformers_onnx": partial(export_sentence_transformers, "onnx"),
     "sentence_transformers_openvino": partial(export_sentence_transformers, "openvino"),
     "bge_m3_lite_fp32": fuse_bge_m3_lite,

@@ -32,6 +32,7 @@ def main() -> None:
         finished = arguments.directory / "exports" / f"{arguments.engine}.finished"
         if arguments.engine in PREPARATIONS and not finished.exists():
             PREPARATIONS[arguments.engine](arguments.directory)
+            finished.parent.mkdir(exist_ok=True)
             finished.touch()
         return
     answers = os.fdopen(os.dup(1), "w")
