@@ -130,6 +130,7 @@ class Corpus:
         self.texts = [
             f"text {number} " + "word " * (chance.choice(lengths) - 4) for number in range(count)
         ]
+        self.tokens = [len(text.ids) for text in FakeTokenizer().encode(self.texts)]
         alone = Embedder(FakeTokenizer(), FakeBackend(), CostModel.conservative())
         self.vectors = [alone.embed([text])[0].dense for text in self.texts]
         self._chance = chance
@@ -158,6 +159,7 @@ class Tally:
     wrong: int = 0
     resets: int = 0
     texts: int = 0
+    tokens: int = 0
     seconds: list[float] = attrs.field(factory=list)
     calculated_seconds: list[float] = attrs.field(factory=list)
 
@@ -186,5 +188,6 @@ async def closed_loop(  # noqa: PLR0913, PLR0917  what a client is
         tally.answers[status] += 1
         if status == 200:
             tally.texts += len(places)
+            tally.tokens += sum(corpus.tokens[place] for place in places)
             tally.wrong += not corpus.is_right(places, vectors)
     client.close()

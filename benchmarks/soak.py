@@ -24,6 +24,7 @@ from benchmarks.synthetic_bge_m3 import Shape, write_synthetic_bge_m3
 from tests.support.server_process import ServerProcess, running_server
 
 SHAPE = Shape(layers=2, hidden=256, attention_heads=2, intermediate=1024)
+FLOAT_BYTES = 4
 LONGEST_TOKENS = 8192
 MAX_TEXTS = 32
 MAX_TOKENS = 1024
@@ -77,7 +78,10 @@ def run(
             # Materialised attention, which rises the highest.
             "BGE_M3_MODEL": "fp32",
             "BGE_M3_EP": "cpu",
-            "BGE_M3_TOKEN_BUDGET": str(LONGEST_TOKENS),
+            # Of this shape: the conservative ones would have a small machine refuse long texts.
+            "BGE_M3_DISABLE_AUTO_BUDGET": "",
+            "BGE_M3_COST_MODEL_A": str(FLOAT_BYTES * (8 * shape.hidden + 2 * shape.intermediate)),
+            "BGE_M3_COST_MODEL_B": str(FLOAT_BYTES * 3 * shape.attention_heads),
             "BGE_M3_LOG_FORMAT": "json",
             "RUST_LOG": "warn,uvicorn=info,bge_m3_server.app.server=info",
         }
