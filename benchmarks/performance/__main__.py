@@ -6,6 +6,7 @@ else the machine does falls on all of them alike. Figures are medians over the r
     make bench
     make bench BENCH_ARGS="--layers 2 --quick"
     make bench BENCH_ARGS="--only bge-m3-server --rows 8×128"
+    make bench BENCH_ARGS="--only bge-m3-server --rows 1×8192 --add"
     make bench BENCH_ARGS="--render --docs docs/performance.md"
 """
 
@@ -84,8 +85,12 @@ def _measured(arguments: argparse.Namespace, path: Path) -> Results:
         rows=[row.name for row in rows],
         contenders=[contender.name for contender in contenders],
     )
+    if arguments.add:
+        every_row = [row.name for row in workloads(quick=arguments.quick)]
+        every_contender = [contender.name for contender in CONTENDERS]
+        results = results.added_to(read_results(path), every_row, every_contender)
     arguments.output.mkdir(parents=True, exist_ok=True)
-    if not arguments.no_matrix_rate:
+    if not arguments.no_matrix_rate and not results.matrix_rates:
         print("matrix rate ...", flush=True)
         results.matrix_rates += measure_rates(arguments.threads)
     bench = Bench(
@@ -130,6 +135,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--give-up-seconds", type=float, default=900.0, help="of one call; then its row stays empty"
     )
+    parser.add_argument("--add", action="store_true", help="to the last results of this machine")
     parser.add_argument("--no-matrix-rate", action="store_true")
     parser.add_argument("--cache", type=Path, default=Path(".cache/bench"))
     parser.add_argument("--output", type=Path, default=Path(".cache/bench/results"))

@@ -11,6 +11,9 @@ from benchmarks.performance.machine import Machine
 from benchmarks.performance.matrix_rate import MatrixRate
 from benchmarks.performance.measure import Sample
 
+SAME_OPTIONS = ("threads", "layers", "vocabulary", "quick")
+"""What results must have in common to stand in one table."""
+
 
 @attrs.frozen
 class Cell:
@@ -59,6 +62,43 @@ class Results:
         """Over all rounds; None where nothing was measured."""
         samples = self.samples.get(contender, {}).get(row)
         return cell_of(samples) if samples else None
+
+    def added_to(
+        self, earlier: "Results", rows: Sequence[str], contenders: Sequence[str]
+    ) -> "Results":
+        """`earlier`, with room for what this run measures; `rows` and `contenders` give the order.
+
+        Raises:
+            ValueError: `earlier` is of another machine, or of other work.
+        """
+        for name, ours, theirs in (
+            ("machine", self.machine, earlier.machine),
+            *((name, self.options[name], earlier.options[name]) for name in SAME_OPTIONS),
+        ):
+            if ours != theirs:
+                raise ValueError(f"{name} is {ours}, and was {theirs}: measure without --add")
+        return attrs.evolve(
+            earlier,
+            rows=[row for row in rows if row in {*earlier.rows, *self.rows}],
+            contenders=[
+                contender
+                for contender in contenders
+                if contender in {*earlier.contenders, *self.contenders}
+            ],
+            missing={
+                contender: {
+                    row: reason
+                    for row, reason in reasons.items()
+                    if contender not in self.contenders or row not in self.rows
+                }
+                for contender, reasons in earlier.missing.items()
+            },
+            absent={
+                contender: reason
+                for contender, reason in earlier.absent.items()
+                if contender not in self.contenders
+            },
+        )
 
     def write(self, path: Path) -> None:
         """As JSON, beside its summary in cells."""

@@ -33,7 +33,7 @@ def sample(elapsed_seconds, *, cosine=0.9999, **changes):
 def results():
     found = Results(
         machine=Machine("a CPU", ("avx512_vnni",), 2, 24 * 2**30, "Linux", "3.11"),
-        options={"threads": 2, "rounds": 3},
+        options={"threads": 2, "rounds": 3, "layers": 24, "vocabulary": 250_002, "quick": False},
         rows=["8×128", "1×8192"],
         contenders=[SERVED, BARE, BASELINE, "a peer"],
     )
@@ -170,3 +170,31 @@ def test_flags_are_those_that_matter():
     assert cpu_flags("processor: 0\nflags\t\t: fpu avx2 avx512_vnni\n") == ("avx2", "avx512_vnni")
     assert cpu_flags("Features\t: fp i8mm bf16 asimddp\n") == ("asimddp", "i8mm", "bf16")
     assert cpu_flags("") == ()
+
+
+def test_a_later_run_adds_rows_and_tries_again_what_is_missing(results):
+    """The figures stay, in the order of all rows; only what is measured anew loses its reason."""
+    results.missing["a peer"] = {"8×128": "no answer within 9 s"}
+    later = attrs.evolve(results, rows=["1×16", "1×8192"], contenders=[BASELINE, "another"])
+    order = ["1×16", "8×128", "1×8192"]
+
+    added = later.added_to(results, order, [BASELINE, "another", SERVED, BARE, "a peer"])
+
+    assert added.rows == order
+    assert added.contenders == [BASELINE, "another", SERVED, BARE, "a peer"]
+    assert added.samples == results.samples
+    assert added.missing == {BASELINE: {}, "a peer": {"8×128": "no answer within 9 s"}}
+    assert added.absent == results.absent
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"machine": Machine("another", (), 2, 24 * 2**30, "Linux", "3.11")},
+        {"options": {"threads": 4, "layers": 24, "vocabulary": 250_002, "quick": False}},
+    ],
+)
+def test_figures_of_other_machines_or_work_do_not_come_into_one_table(results, changes):
+    """They could not be compared."""
+    with pytest.raises(ValueError, match="measure without --add"):
+        attrs.evolve(results, **changes).added_to(results, results.rows, results.contenders)
