@@ -135,7 +135,8 @@ def read_results(path: Path) -> Results:
     """What `Results.write` wrote."""
     content = json.loads(path.read_text(encoding="utf-8"))
     del content["cells"]
-    content["machine"] = Machine(**content["machine"])
+    machine = content["machine"]
+    content["machine"] = Machine(**machine | {"flags": tuple(machine["flags"])})
     content["matrix_rates"] = [
         MatrixRate(**rate | {"shape": tuple(rate["shape"])}) for rate in content["matrix_rates"]
     ]

@@ -172,13 +172,18 @@ def test_flags_are_those_that_matter():
     assert cpu_flags("") == ()
 
 
-def test_a_later_run_adds_rows_and_tries_again_what_is_missing(results):
+def test_a_later_run_adds_rows_and_tries_again_what_is_missing(results, tmp_path):
     """The figures stay, in the order of all rows; only what is measured anew loses its reason."""
     results.missing["a peer"] = {"8×128": "no answer within 9 s"}
     later = attrs.evolve(results, rows=["1×16", "1×8192"], contenders=[BASELINE, "another"])
     order = ["1×16", "8×128", "1×8192"]
+    results.write(tmp_path / "results.json")
 
-    added = later.added_to(results, order, [BASELINE, "another", SERVED, BARE, "a peer"])
+    added = later.added_to(
+        read_results(tmp_path / "results.json"),
+        order,
+        [BASELINE, "another", SERVED, BARE, "a peer"],
+    )
 
     assert added.rows == order
     assert added.contenders == [BASELINE, "another", SERVED, BARE, "a peer"]
