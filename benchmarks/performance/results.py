@@ -141,7 +141,13 @@ def read_results(path: Path) -> Results:
         MatrixRate(**rate | {"shape": tuple(rate["shape"])}) for rate in content["matrix_rates"]
     ]
     content["samples"] = {
-        contender: {row: [Sample(**sample) for sample in samples] for row, samples in rows.items()}
+        contender: {
+            row: [_read_sample(sample) for sample in samples] for row, samples in rows.items()
+        }
         for contender, rows in content["samples"].items()
     }
     return Results(**content)
+
+
+def _read_sample(sample: dict) -> Sample:
+    return Sample(**sample | {"call_seconds": tuple(sample["call_seconds"])})
